@@ -1,0 +1,280 @@
+"""Layout: for every parameter which dim is cut, its padding, its spec, its unit, and why.
+
+A `Plan` is made once, before anything compiles, from shapes alone. It is what the engine, the checkpoint
+and the printed table agree on. How bytes move is in `collectives.py`; what a strategy means in `strategy.py`.
+
+Note [Which dim is cut]
+The first dim that divides by the number of shards (a cut on dim 0 gathers without a transpose). Where none
+divides, the dim that wastes least is padded with zeros. A parameter with fewer elements than there are
+shards stays whole: a shard would hold less than one element. Rules look at one layer: the layers of a stack
+are one leaf `[L, ...]` in memory and L parameters in every other respect, so L is never cut.
+
+Note [Logical and stored shapes]
+The logical shape is the model's; the stored shape has the padding and is what the devices hold between
+steps. Padding is zero, and never trained, saved, counted or normed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jfsdp.precision import MixedPrecision
+from jfsdp.strategy import Placement, ShardingStrategy, resolve
+
+SMALL = 16384
+"""Parameters of at most this many elements travel together in one bucket: alone, each would pay a latency."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """What one unit (a prefix of parameter paths) does differently from the root."""
+
+    stacked: bool = False
+    """Leaves are `[L, ...]`: L equal blocks, each gathered on its own."""
+    cut_dim: int | None = None
+    """Cut this dim (of one layer; negative counts from the end) whatever the others; None follows Note [Which dim is cut]."""
+    never_whole: bool = False
+    """The unit's gradients never exist whole (vocabulary tables), so no_sync accumulates shards of them."""
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """One parameter's place. Shapes are of one layer unless their name says otherwise."""
+
+    path: str
+    unit: str
+    shape: tuple[int, ...]
+    """Logical shape of one layer."""
+    layers: int | None
+    """L for a stacked leaf `[L, *shape]`, else None."""
+    dtype: jnp.dtype
+    dim: int | None
+    """The dim that is cut; None keeps the parameter whole."""
+    padded: int
+    """Size of `dim` after padding; 0 when nothing is cut."""
+    reason: str
+    never_whole: bool
+    placement: Placement
+    precision: MixedPrecision
+
+    @property
+    def size(self) -> int:
+        """Logical elements, all layers."""
+        return math.prod(self.shape) * (1 if self.layers is None else self.layers)
+
+    @property
+    def small(self) -> bool:
+        return math.prod(self.shape) <= SMALL and not self.never_whole
+
+    @property
+    def param_dtype(self) -> jnp.dtype:
+        return self.precision.param_dtype or self.dtype
+
+    @property
+    def reduce_dtype(self) -> jnp.dtype:
+        return self.precision.reduce_dtype or self.dtype
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """`shape` with the padding of the cut dim."""
+        return tuple(self.padded if d == self.dim else n for d, n in enumerate(self.shape))
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """What one device holds of one layer's gradient and moments."""
+        return tuple(n // self.placement.shards if d == self.dim else n for d, n in enumerate(self.padded_shape))
+
+    def stack(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Put the layer dim of a stacked leaf in front of a per-layer shape."""
+        return shape if self.layers is None else (self.layers, *shape)
+
+    @property
+    def stacked_dim(self) -> int | None:
+        """`dim` counted in the stored array, layers included."""
+        return self.dim if self.dim is None or self.layers is None else self.dim + 1
+
+    @property
+    def shard_spec(self) -> PartitionSpec:
+        """Spec of gradients and moments (and of the parameter, unless it is whole at rest)."""
+        if self.dim is None:
+            return PartitionSpec()
+        axes = self.placement.shard_axes
+        return PartitionSpec(*(None,) * self.stacked_dim, axes if len(axes) > 1 else axes[0])
+
+    @property
+    def rest_spec(self) -> PartitionSpec:
+        """Spec of the parameter between steps."""
+        return PartitionSpec() if self.placement.whole_at_rest else self.shard_spec
+
+    @property
+    def rest_shape(self) -> tuple[int, ...]:
+        """Stored global shape of the parameter between steps, layers included."""
+        return self.stack(self.shape if self.placement.whole_at_rest else self.padded_shape)
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """Global logical shape, layers included."""
+        return self.stack(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The layout of every parameter of a model on a mesh. Compared by identity, so it is cheap as a static argument."""
+
+    mesh: Mesh
+    placement: Placement
+    layouts: Any
+    """A pytree like the parameters with a `ParamLayout` at each leaf."""
+    units: Mapping[str, UnitOptions] = field(default_factory=dict)
+    view: Callable[[Any], Any] = lambda params: params
+    """Makes what a loss is called with from the tree of parameters (a module, for the NNX door)."""
+
+    @property
+    def leaves(self) -> list[ParamLayout]:
+        return jax.tree.leaves(self.layouts)
+
+    @property
+    def num_params(self) -> int:
+        """Logical parameters, each counted once."""
+        return sum(leaf.size for leaf in self.leaves)
+
+    def map(self, f, *trees):
+        """`f(layout, *leaves)` over trees shaped like the parameters."""
+        return jax.tree.map(f, self.layouts, *trees)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    @property
+    def rest_shardings(self):
+        """Shardings of the parameters between steps."""
+        return self.map(lambda leaf: self.sharding(leaf.rest_spec))
+
+    @property
+    def shard_shardings(self):
+        """Shardings of gradients and moments."""
+        return self.map(lambda leaf: self.sharding(leaf.shard_spec))
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of every array of a batch: rows over all data axes."""
+        return self.sharding(PartitionSpec(self.placement.data_axes))
+
+    def pad(self, params):
+        """Logical parameters to what is stored between steps. See Note [Logical and stored shapes]."""
+        return self.map(lambda leaf, w: w if leaf.placement.whole_at_rest else pad(w, leaf), params)
+
+    def unpad(self, params):
+        """What is stored between steps to logical parameters."""
+        return self.map(lambda leaf, w: w if leaf.placement.whole_at_rest else unpad(w, leaf), params)
+
+    def place(self, params):
+        """Put logical arrays (NumPy or JAX) on the mesh as the plan says: padded and sharded.
+
+        Raises: ValueError naming the first parameter whose shape is not the plan's.
+        """
+
+        def one(leaf: ParamLayout, w):
+            if tuple(w.shape) != leaf.logical_shape:
+                raise ValueError(f"{leaf.path}: got shape {tuple(w.shape)}, the plan was made for {leaf.logical_shape}.")
+            w = jnp.copy(w)  # device_put may share buffers, and the caller's arrays must survive a donated state
+            return jax.device_put(w if leaf.placement.whole_at_rest else pad(w, leaf), self.sharding(leaf.rest_spec))
+
+        return self.map(one, params)
+
+    def create(self, init, *args):
+        """Run `init(*args) -> logical params` with every output created sharded; no device holds the whole model."""
+        return jax.jit(lambda *a: self.pad(init(*a)), out_shardings=self.rest_shardings)(*args)
+
+
+def make_plan(
+    params,
+    mesh: Mesh,
+    *,
+    strategy: str | ShardingStrategy | None = None,
+    precision: MixedPrecision = MixedPrecision(),
+    units: Mapping[str, UnitOptions] | None = None,
+    view: Callable[[Any], Any] = lambda params: params,
+) -> Plan:
+    """Lay out a pytree of arrays or `jax.ShapeDtypeStruct` on `mesh`.
+
+    units: options by path prefix ("blocks", "embed"); the longest match wins and the rest is the root unit "".
+    Raises: ValueError for a prefix that matches no parameter, TypeError for a parameter that is not floating.
+    """
+    units = dict(units or {})
+    placement = resolve(strategy, mesh)
+    flat, tree = jax.tree_util.tree_flatten_with_path(params)
+    paths = [path_name(p) for p, _ in flat]
+    for prefix in units:
+        if not any(_under(path, prefix) for path in paths):
+            raise ValueError(f"unit {prefix!r} matches no parameter. Parameters start with: {sorted({p.split('.')[0] for p in paths})}.")
+    layouts = []
+    for path, (_, leaf) in zip(paths, flat):
+        unit = max((p for p in units if _under(path, p)), key=len, default="")
+        layouts.append(_layout(path, unit, leaf, units.get(unit, UnitOptions()), placement, precision))
+    return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, view)
+
+
+def path_name(path) -> str:
+    """`blocks.mlp.up.kernel` from a JAX key path."""
+    return ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
+def pad(w, leaf: ParamLayout):
+    """`[.., d, ..]` to `[.., padded, ..]` with zeros; free when the dim divides."""
+    if leaf.dim is None or leaf.padded == leaf.shape[leaf.dim]:
+        return w
+    widths = [(0, after - before) for before, after in zip(w.shape[-len(leaf.shape) :], leaf.padded_shape)]
+    return jnp.pad(w, [(0, 0)] * (w.ndim - len(widths)) + widths)
+
+
+def unpad(w, leaf: ParamLayout):
+    """`[.., padded, ..]` to `[.., d, ..]`."""
+    if leaf.dim is None or leaf.padded == leaf.shape[leaf.dim]:
+        return w
+    return jax.lax.slice_in_dim(w, 0, leaf.shape[leaf.dim], axis=w.ndim - len(leaf.shape) + leaf.dim)
+
+
+def _under(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(prefix + ".")
+
+
+def _layout(path: str, unit: str, leaf, options: UnitOptions, placement: Placement, precision: MixedPrecision) -> ParamLayout:
+    shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{path}: dtype {dtype.name} cannot be trained. Keep integer state out of the parameters.")
+    layers = None
+    if options.stacked:
+        if not shape:
+            raise ValueError(f"{path}: unit {unit!r} is stacked, so every leaf needs a leading layer dim; this one has shape ().")
+        layers, shape = shape[0], shape[1:]
+    dim, padded, reason = _choose_dim(path, shape, placement, options.cut_dim)
+    return ParamLayout(path, unit, shape, layers, dtype, dim, padded, reason, options.never_whole, placement, precision)
+
+
+def _choose_dim(path: str, shape: tuple[int, ...], placement: Placement, wanted: int | None) -> tuple[int | None, int, str]:
+    """The dim to cut, its padded size, and the reason in words. See Note [Which dim is cut]."""
+    n = placement.shards
+    if not placement.shard_axes:
+        return None, 0, "strategy keeps copies"
+    if not shape or math.prod(shape) < n:
+        return None, 0, f"{math.prod(shape)} elements for {n} shards"
+    if wanted is not None:
+        if not -len(shape) <= wanted < len(shape):
+            raise ValueError(f"{path}: cut_dim {wanted} is not a dim of shape {shape}.")
+        dim, reason = wanted % len(shape), "asked for"
+    elif any(d % n == 0 for d in shape):
+        dim = next(i for i, d in enumerate(shape) if d % n == 0)
+        reason = "first dim that divides" if dim else "dim 0 divides"
+    else:
+        dim = min(range(len(shape)), key=lambda i: (-(-shape[i] // n) * n / shape[i], i))
+        reason = "none divides, least padding"
+    padded = -(-shape[dim] // n) * n
+    return dim, padded, reason if padded == shape[dim] else f"{reason}, {shape[dim]} -> {padded}"

@@ -1,0 +1,113 @@
+"""The device mesh: what "4x8" means, in which order devices go, and simulated devices.
+
+Owns the two axis names. `replica` counts copies of the model and `shard` counts the pieces each copy
+is cut into; "4x8" is 4 replicas of 8 shards. Which parameters use which axis is decided in `strategy.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+REPLICA, SHARD = "replica", "shard"
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+def parse_mesh(text: str, device_count: int) -> tuple[int, int]:
+    """Read a mesh as `(replica, shard)`: "4x8" is (4, 8), "8" is (1, 8), "auto" takes every device as a shard.
+
+    Raises: ValueError when `text` is not a mesh or a size is 0.
+    """
+    if text == "auto":
+        return 1, device_count
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)", text.strip().lower())
+    if not match:
+        raise ValueError(f"mesh {text!r} is not understood. Write REPLICASxSHARDS such as 4x8, a count of shards such as 8, or auto.")
+    replica, shard = int(match[1] or 1), int(match[2])
+    if replica < 1 or shard < 1:
+        raise ValueError(
+            f"mesh {text!r} has {replica} x {shard} = {replica * shard} devices and {device_count} are present; "
+            f"both sizes count devices, so use 1 or more, for example 1x{device_count}."
+        )
+    return replica, shard
+
+
+def make_mesh(spec: str | tuple[int, int] = "auto", *, devices=None, allow_idle: bool = False) -> Mesh:
+    """Build the mesh `("replica", "shard")` over `devices` (default: all of them).
+
+    Devices are ordered by host, so that a shard group, which talks most, lies inside one host where it fits.
+
+    allow_idle: let a mesh smaller than the machine leave the remaining devices unused.
+    Raises: ValueError when the product does not match the devices, or a shard group would straddle hosts unevenly.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    replica, shard = parse_mesh(spec, len(devices)) if isinstance(spec, str) else spec
+    wanted, present = replica * shard, len(devices)
+    if wanted > present:
+        raise ValueError(
+            f"mesh {replica}x{shard} needs {wanted} devices and {present} are present. "
+            f"Use a mesh whose product is {present}, such as 1x{present}, or simulate devices on a CPU machine."
+        )
+    if wanted < present and not allow_idle:
+        raise ValueError(
+            f"mesh {replica}x{shard} uses {wanted} of the {present} devices present. Use a mesh whose product is "
+            f"{present}, such as 1x{present}, or allow idle devices (allow_idle=True, --allow-idle)."
+        )
+    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))[:wanted]
+    _check_hosts(ordered, replica, shard)
+    grid = np.array(ordered, dtype=object).reshape(replica, shard)
+    return Mesh(grid, (REPLICA, SHARD), axis_types=(AxisType.Auto,) * 2)
+
+
+def simulate_devices(count: int) -> None:
+    """Make the CPU appear as `count` devices. Call before JAX is used; other XLA flags are kept.
+
+    Raises: RuntimeError when JAX has already started; ValueError when the flag already asks for another count.
+    """
+    if count < 1:
+        raise ValueError(f"cannot simulate {count} devices; ask for 1 or more.")
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    asked = [f for f in flags if f.startswith(_COUNT_FLAG + "=")]
+    if asked and int(asked[-1].split("=")[1]) != count:
+        raise ValueError(
+            f"XLA_FLAGS already holds {asked[-1]} and {count} simulated devices were asked for. "
+            f"Unset it, or ask for {asked[-1].split('=')[1]}."
+        )
+    if _jax_has_started():
+        raise RuntimeError(
+            f"{count} simulated devices were asked for after JAX had started with {jax.device_count()}; "
+            "the count is fixed at start-up. Call simulate_devices before anything that touches a device."
+        )
+    os.environ["XLA_FLAGS"] = " ".join(flags if asked else [*flags, f"{_COUNT_FLAG}={count}"])
+    jax.config.update("jax_platforms", "cpu")
+    if (started := jax.device_count()) != count:
+        raise RuntimeError(f"asked for {count} simulated devices and JAX started {started}; XLA_FLAGS={os.environ['XLA_FLAGS']!r}.")
+
+
+def axis_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """Number of devices along `axes` together."""
+    return int(np.prod([mesh.shape[a] for a in axes], dtype=int))
+
+
+def _check_hosts(devices, replica: int, shard: int) -> None:
+    per_host = Counter(d.process_index for d in devices)
+    sizes = set(per_host.values())
+    if len(per_host) < 2:
+        return
+    host = min(sizes)
+    if len(sizes) > 1 or (host % shard and shard % host):
+        raise ValueError(
+            f"mesh {replica}x{shard} cuts shard groups of {shard} from hosts with {sorted(per_host.values())} devices: a group "
+            f"would straddle hosts unevenly. Use equal hosts and a shard size that divides {host} or is a multiple of it."
+        )
+
+
+def _jax_has_started() -> bool:
+    from jax._src import xla_bridge  # the only place that knows without starting JAX; covered by tests on both versions
+
+    return xla_bridge.backends_are_initialized()

@@ -1,0 +1,131 @@
+"""The optimizer on shards: any optax transformation, on global arrays of logical shapes, one layer at a time.
+
+Owns how the optimizer's state is laid out, and what the optimizer gets to see. It runs outside `shard_map`,
+under `jit` with pinned shardings, so elementwise optimizers move nothing and whole-matrix ones get the
+collectives that they need from the partitioner.
+
+Note [One layer at a time]
+A stacked leaf `[L, ...]` is L parameters. The transformation is mapped with `vmap` over the layer dim of stacked
+leaves alone, so it sees the shape of one layer: `ndim` tests, Adafactor's factors, LAMB's ratios and Muon's
+matrices mean what they mean for separate layers, and the program does not grow with L. A transformation that
+mixes parameters (a global norm inside the chain) cannot be mapped so; JAX refuses it instead of computing a
+norm per layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jfsdp.layout import ParamLayout, Plan, pad, path_name, unpad
+
+
+@dataclass(frozen=True)
+class _StateLeaf:
+    """One array of the optimizer's state: the parameter it belongs to, and whether it has the parameter's shape."""
+
+    param: ParamLayout | None
+    like_param: bool
+
+    @property
+    def stacked_unit(self) -> str | None:
+        return self.param.unit if self.param is not None and self.param.layers is not None else None
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return self.param.shard_spec if self.like_param else PartitionSpec()
+
+
+class Optimizer:
+    """`tx` for the parameters of `plan`. States come and go as stored arrays (padded, sharded)."""
+
+    def __init__(self, tx: optax.GradientTransformation, plan: Plan):
+        self.tx, self.plan = tx, plan
+        one_layer = plan.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        self.leaves = _state_leaves(jax.eval_shape(tx.init, one_layer), plan)
+        self._stacked = sorted({leaf.unit for leaf in plan.leaves if leaf.layers is not None})
+
+    @property
+    def state_shardings(self):
+        return jax.tree.map(lambda s: self.plan.sharding(s.spec), self.leaves)
+
+    def init(self, params):
+        """Stored state for stored parameters, created sharded."""
+
+        def create(params):
+            state = self._per_layer(self.tx.init, [self._param_axes], self._state_axes)(self.plan.unpad(params))
+            return self._pad(state)
+
+        return jax.jit(create, out_shardings=self.state_shardings)(params)
+
+    def update(self, grads, state, shards):
+        """One step on stored shards of gradients and parameters; gives new shards and state, stored and pinned. Call inside `jit`."""
+        pin = jax.lax.with_sharding_constraint
+        logical = lambda tree: self.plan.map(lambda leaf, a: unpad(a, leaf), tree)  # noqa: E731
+        shards = logical(shards)
+        update = self._per_layer(
+            self.tx.update, [self._param_axes, self._state_axes, self._param_axes], lambda u: (self._param_axes(u), self._state_axes(u))
+        )
+        updates, state = update(logical(grads), self._unpad(state), shards)
+        new = optax.apply_updates(shards, updates)
+        new = self.plan.map(lambda leaf, w: pin(pad(w, leaf), self.plan.sharding(leaf.shard_spec)), new)
+        return new, jax.tree.map(pin, self._pad(state), self.state_shardings)
+
+    def stored_shards(self, params):
+        """Stored parameters as stored shards: of what is whole at rest each device takes its piece; moves nothing."""
+
+        def one(leaf: ParamLayout, w):
+            if not leaf.placement.whole_at_rest:
+                return w
+            return jax.lax.with_sharding_constraint(pad(w, leaf), self.plan.sharding(leaf.shard_spec))
+
+        return self.plan.map(one, params)
+
+    def _per_layer(self, fn, in_axes: list, out_axes):
+        """Map `fn` over the layers of each stacked unit in turn. See Note [One layer at a time]."""
+        for unit in self._stacked:
+            fn = jax.vmap(fn, in_axes=tuple(axes(unit) for axes in in_axes), out_axes=out_axes(unit))
+        return fn
+
+    def _param_axes(self, unit: str):
+        return self.plan.map(lambda leaf: 0 if leaf.layers is not None and leaf.unit == unit else None)
+
+    def _state_axes(self, unit: str):
+        return jax.tree.map(lambda s: 0 if s.stacked_unit == unit else None, self.leaves)
+
+    def _pad(self, state):
+        return jax.tree.map(lambda s, a: pad(a, s.param) if s.like_param else a, self.leaves, state)
+
+    def _unpad(self, state):
+        return jax.tree.map(lambda s, a: unpad(a, s.param) if s.like_param else a, self.leaves, state)
+
+
+def global_norm(sums: jax.Array, norm_type: float) -> jax.Array:
+    """Norm of all gradients from `gradient_sums`: the p-th root of their sum, or their maximum for infinity."""
+    return jnp.max(sums) if math.isinf(norm_type) else jnp.sum(sums) ** (1.0 / norm_type)
+
+
+def gradient_sums(grad: jax.Array, norm_type: float) -> jax.Array:
+    """What one local gradient adds to the norm, in float32 or wider: sum of |g|^p, or max |g| for infinity."""
+    g = jnp.abs(grad.astype(jnp.promote_types(grad.dtype, jnp.float32)))
+    if math.isinf(norm_type):
+        return jnp.max(g, initial=0.0)
+    return jnp.sum(g * g if norm_type == 2 else g**norm_type)
+
+
+def _state_leaves(state, plan: Plan) -> Any:
+    """Pair each array of an optimizer state with the parameter whose path ends its own path."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(plan.layouts)[0]]
+    params = sorted(zip(paths, plan.leaves), key=lambda pair: -len(pair[0]))
+
+    def one(path, array):
+        owner = next((leaf for p, leaf in params if path_name(path[-len(p) :]) == path_name(p)), None) if path else None
+        return _StateLeaf(owner, owner is not None and tuple(array.shape) == owner.shape)
+
+    return jax.tree_util.tree_map_with_path(one, state)

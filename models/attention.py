@@ -1,0 +1,111 @@
+"""Causal self-attention inside documents, and the choice between three ways to compute it.
+
+Owns the mask rule (a token sees itself and what comes before it in its own document) and which
+implementation runs where. Knows nothing of weights or positions: `llama.py` makes queries, keys and values.
+
+Dims: `B T` batch and tokens, `H K` query and key/value heads, `h` head width, `C` queries in a chunk.
+
+Note [Documents]
+Rows are packed: several documents lie behind each other, numbered from 1 by `segments`, and 0 is padding.
+One array says all that attention and positions need, the index where each token's document starts: token t
+sees keys `starts[t]..t`, and its position is `t - starts[t]`. Padding starts at itself, so it sees itself
+alone and no softmax is ever empty. A document is an unbroken run: the same number further on is another one.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "chunked")
+
+# Without it the transposes of a bf16 matmul with fp32 result are fp32 matmuls (jax#24047): the scores'
+# gradient would stay fp32 and miss the tensor cores.
+_FP32_SUMS = {
+    jnp.dtype(jnp.bfloat16): lax.DotAlgorithmPreset.BF16_BF16_F32,
+    jnp.dtype(jnp.float16): lax.DotAlgorithmPreset.F16_F16_F32,
+}
+
+
+def attention(
+    q: Array, k: Array, v: Array, starts: Array | None, *, implementation: str = "auto", chunk: int = 256
+) -> Array:
+    """Attend within documents: `q [B, T, H, h]`, `k` and `v [B, T, K, h]` -> `[B, T, H, h]`; K divides H.
+
+    Scores and softmax are fp32, probabilities and result have the dtype of `v`.
+
+    starts: `[B, T]` from `document_starts`; None means that a row is one document.
+    implementation: "xla" forms all scores at once; "chunked" those of `chunk` queries at a time, and again
+        in the backward pass; "cudnn" none, but documents cost it two `[B, T, T]` of q's dtype; "auto" is one
+        of these, see `resolve`.
+    """
+    B, T, H, h = q.shape
+    if implementation == "auto":
+        implementation = resolve(tokens=T, chunk=chunk, head_dim=h, dtype=q.dtype, capability=cuda_capability())
+    if implementation == "cudnn":
+        mask = None if starts is None else jnp.arange(T)[None, None, None, :] >= starts[:, None, :, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    q = q.reshape(B, T, k.shape[2], -1, h)
+    index = jnp.arange(T, dtype=jnp.int32)[None]
+    starts = jnp.zeros_like(index) if starts is None else starts
+    if implementation == "xla":
+        return _attend(q, k, v, starts, index).reshape(B, T, H, h)
+    assert implementation == "chunked", f"{implementation} is not one of {IMPLEMENTATIONS}"
+
+    C = min(chunk, T)
+    padding = -T % C
+
+    def split(a):  # [B, T, ...] -> [T/C, B, C, ...]; queries that pad the last chunk are dropped below
+        a = jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2))
+        return jnp.moveaxis(a.reshape(a.shape[0], -1, C, *a.shape[2:]), 1, 0)
+
+    one = jax.checkpoint(lambda part: _attend(part[0], k, v, *part[1:]), prevent_cse=False)
+    out = lax.map(one, (split(q), split(starts), split(index)))
+    return jnp.moveaxis(out, 0, 1).reshape(B, T + padding, H, h)[:, :T]
+
+
+def _attend(q: Array, k: Array, v: Array, starts: Array, index: Array) -> Array:
+    """One chunk of queries against all keys: `q [B, C, K, H/K, h]`, `starts` and `index [B or 1, C]`."""
+    # Dims in the order in which the matmul leaves them: another one would transpose the scores.
+    scores = jnp.einsum("bckgh,btkh->bkcgt", q, k, precision=_FP32_SUMS.get(q.dtype),
+                        preferred_element_type=wide(q.dtype)) * q.shape[-1] ** -0.5
+    key = jnp.arange(k.shape[1])[None, None, :]
+    seen = (starts[:, :, None] <= key) & (key <= index[:, :, None])
+    scores = jnp.where(seen[:, None, :, None, :], scores, -1e30)
+    return jnp.einsum("bkcgt,btkh->bckgh", jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+def document_starts(segments: Array) -> Array:
+    """Where each token's document starts in its row: `[B, T] -> [B, T]` int32. See Note [Documents]."""
+    index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
+    first = (segments != jnp.roll(segments, 1, axis=1)) | (segments == 0)
+    return lax.cummax(jnp.where(first, index, 0), axis=1)
+
+
+def resolve(
+    *, tokens: int, chunk: int, head_dim: int, dtype: DTypeLike, capability: tuple[int, int] | None
+) -> str:
+    """What "auto" means: cuDNN where it can run, else chunks where a row is longer than one.
+
+    capability: compute capability of the NVIDIA GPU, None without one; see `cuda_capability`.
+    """
+    if (
+        capability is not None and capability >= (8, 0)
+        and dtype in (jnp.bfloat16, jnp.float16)
+        and head_dim % 8 == 0 and head_dim <= (256 if capability >= (9, 0) else 128)
+        and tokens % 2 == 0  # its backward pass under a mask wants an even length
+    ):
+        return "cudnn"
+    return "chunked" if tokens > chunk else "xla"
+
+
+def cuda_capability() -> tuple[int, int] | None:
+    """Compute capability of the GPUs that this process uses, None on a CPU and on other makers' GPUs."""
+    device = jax.local_devices()[0]
+    major, dot, minor = str(getattr(device, "compute_capability", "")).partition(".")  # ROCm says "gfx942"
+    return (int(major), int(minor)) if device.platform == "gpu" and dot else None
+
+
+def wide(dtype: DTypeLike):
+    """The dtype for sums, norms and softmax: fp32, and fp64 where the model runs in fp64."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
