@@ -33,6 +33,8 @@ import numpy as np
 from jfsdp import hlo
 from jfsdp.hlo import KINDS, Array
 
+_LARGE_MATMUL = 10**9  # flops: a microsecond on an H100
+
 UNNAMED = ("?",)
 """Axes of a collective whose groups are those of no set of mesh axes (a partitioner may make such)."""
 
@@ -52,7 +54,7 @@ def read(compiled: Any, mesh: Any) -> Program:
         loop_copies=[c for v in visits if v.depth for c in _copies(module, v)],
         matmul_flops=module.matmul_flops(module.entry),
         widening_matmuls=[(c, i.name) for c in runs for i in module.computations[c].values()
-                          if module.is_widening_matmul(i, c)])
+                          if module.is_widening_matmul(i, c, min_flops=_LARGE_MATMUL)])
 
 
 def lowered_collectives(lowered: Any, mesh: Any) -> list[Collective]:
@@ -175,7 +177,7 @@ class Program:
     matmul_flops: int
     """Of one device and step; loops of unknown length count once."""
     widening_matmuls: Sequence[tuple[str, str]]
-    """(computation, name) of bf16 x bf16 -> f32 matmuls, which XLA's GPU cost model prices wrong."""
+    """(computation, name) of large bf16 x bf16 -> f32 matmuls, which XLA's GPU cost model prices wrong."""
 
     def select(self, kind: str | None = None, axes: str | Sequence[str] | None = None, *,
                dtype: Any = None, min_bytes: int = 0) -> list[Collective]:

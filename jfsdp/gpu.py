@@ -203,14 +203,13 @@ def _doubts(log: str, bodies: Mapping[str, BodyEstimate], program: audit.Program
         yield "the log holds no estimate for this program; XLA makes none for GPUs before Hopper."
     elif "Using unified latency estimator" not in log:
         yield "XLA has no analytical estimator for this GPU: the figures are not microseconds."
-    for name, body in bodies.items():
-        if body.unpriced:
-            yield (f"void: {name} holds {len(body.unpriced)} operations at a placeholder price of 5,000 us "
-                   f"({', '.join(body.unpriced[:3])}); they look exposed, or hide what is.")
-    for computation, name in program.widening_matmuls:
-        if computation in bodies:
-            yield (f"void: {name} in {computation} is a bf16 x bf16 -> f32 matmul, which XLA prices many "
-                   "times too high; what runs beside it looks hidden.")
+    for name in dict.fromkeys(c.computation for c in program.collectives if c.computation in bodies):
+        if unpriced := bodies[name].unpriced:
+            yield (f"void: {name} has {len(unpriced)} operations at a placeholder price of 5,000 us "
+                   f"({', '.join(unpriced[:3])}); they look exposed, or hide what is.")
+        if widening := [matmul for computation, matmul in program.widening_matmuls if computation == name]:
+            yield (f"void: {name} has {len(widening)} bf16 x bf16 -> f32 matmuls ({', '.join(widening[:3])}) "
+                   "that XLA prices far too high; what runs beside them looks hidden.")
     for line in dict.fromkeys(re.findall(r"Can't reduce memory use below .*", log)):
         yield f"the step does not fit the GPU: {line}"
 

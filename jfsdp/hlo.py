@@ -124,9 +124,10 @@ class Module:
         ops = {inner.op for inner in self.computations[i.branches[0]].values()}
         return ops <= _MOVES and bool(ops & {"copy", "transpose"})
 
-    def is_widening_matmul(self, i: Instruction, computation: str) -> bool:
+    def is_widening_matmul(self, i: Instruction, computation: str, *, min_flops: int) -> bool:
         """Whether bf16 matrices are multiplied into f32 ones; not so if the f32 stays inside a fusion."""
-        if i.op not in ("dot", "fusion", "custom-call") or not self.matmul_flops_of(i, computation):
+        is_kernel = i.op in ("dot", "fusion", "custom-call")
+        if not is_kernel or self.matmul_flops_of(i, computation) < min_flops:
             return False
         home = self.computations[computation]
         inputs = {x.dtype for o in i.operands for x in home[o].arrays if len(x.shape) > 1}

@@ -58,11 +58,13 @@ class Optimizer:
     def init(self, params):
         """Stored state for stored parameters, created sharded."""
 
-        def create(params):
-            state = self._per_layer(self.tx.init, [self._param_axes], self._state_axes)(self.plan.unpad(params))
-            return self._pad(state)
+        return jax.jit(self._create, out_shardings=self.state_shardings)(params)
 
-        return jax.jit(create, out_shardings=self.state_shardings)(params)
+    def abstract_state(self):
+        """Shapes and shardings of the stored state."""
+        params = self.plan.map(lambda leaf: jax.ShapeDtypeStruct(leaf.rest_shape, leaf.dtype))
+        shapes = jax.eval_shape(self._create, params)
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings)
 
     def update(self, grads, state, shards):
         """One step on stored shards of gradients and parameters; gives new shards and state, stored and pinned. Call inside `jit`."""
@@ -86,6 +88,9 @@ class Optimizer:
             return jax.lax.with_sharding_constraint(pad(w, leaf), self.plan.sharding(leaf.shard_spec))
 
         return self.plan.map(one, params)
+
+    def _create(self, params):
+        return self._pad(self._per_layer(self.tx.init, [self._param_axes], self._state_axes)(self.plan.unpad(params)))
 
     def _per_layer(self, fn, in_axes: list, out_axes):
         """Map `fn` over the layers of each stacked unit in turn. See Note [One layer at a time]."""

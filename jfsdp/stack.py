@@ -243,20 +243,17 @@ class Stack(nnx.Module):
         if num_layers < 1:
             raise ValueError(f"num_layers is {num_layers}; a stack needs 1 layer or more.")
         self.num_layers, self.remat, self.schedule = num_layers, remat, schedule
-
-        def make(key):
-            return nnx.split(make_block(nnx.Rngs(key)), nnx.Param)
-
         keys = jax.random.split(rngs.params(), num_layers)
-        graph, _ = jax.eval_shape(make, keys[0])
-        self._graph = graph
-        self.params = nnx.data(jax.vmap(lambda k: make(k)[1])(keys))
+        graph = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(keys[0]))))[0]
+        self.each = nnx.merge(graph, jax.vmap(lambda key: nnx.state(make_block(nnx.Rngs(key))))(keys))
 
     def __call__(self, x, *shared):
-        def block(weights, x, _, *shared):
-            return nnx.merge(self._graph, weights)(x, *shared), None
+        graph, params = nnx.split(self.each)
 
-        return run_stack(block, self.params, x, *shared, remat=self.remat, schedule=self.schedule)[0]
+        def block(weights, x, _, *shared):
+            return nnx.merge(graph, weights)(x, *shared), None
+
+        return run_stack(block, params, x, *shared, remat=self.remat, schedule=self.schedule)[0]
 
 
 def _check_leaves(leaves: list) -> None:

@@ -77,6 +77,19 @@ class TrainState:
         check_separate_buffers(state)
         return state
 
+    @classmethod
+    def abstract(cls, tx: optax.GradientTransformation, plan: Plan) -> TrainState:
+        """The shapes and shardings of a state, nothing allocated: for compiling a step that is not run."""
+
+        def struct(shape, dtype, sharding):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        everywhere = plan.sharding(PartitionSpec())
+        params = plan.map(lambda leaf: struct(leaf.rest_shape, leaf.dtype, plan.sharding(leaf.rest_spec)))
+        scalar = struct((), jnp.int32, everywhere)
+        key = struct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, everywhere)
+        return cls(scalar, scalar, params, Optimizer(tx, plan).abstract_state(), key, plan)
+
     def logical_params(self):
         """The parameters in their logical shapes, sharded."""
         return self.plan.unpad(self.params)

@@ -19,13 +19,6 @@ from jax.typing import DTypeLike
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "chunked")
 
-# Without it the transposes of a bf16 matmul with fp32 result are fp32 matmuls (jax#24047): the scores'
-# gradient would stay fp32 and miss the tensor cores.
-_FP32_SUMS = {
-    jnp.dtype(jnp.bfloat16): lax.DotAlgorithmPreset.BF16_BF16_F32,
-    jnp.dtype(jnp.float16): lax.DotAlgorithmPreset.F16_F16_F32,
-}
-
 
 def attention(
     q: Array, k: Array, v: Array, starts: Array | None, *, implementation: str = "auto", chunk: int = 256
@@ -40,13 +33,14 @@ def attention(
         of these, see `resolve`.
     """
     B, T, H, h = q.shape
+    index = jnp.arange(T, dtype=jnp.int32)[None]
     if implementation == "auto":
-        implementation = resolve(tokens=T, chunk=chunk, head_dim=h, dtype=q.dtype, capability=cuda_capability())
+        gpu = cuda_capability()
+        implementation = resolve(tokens=T, chunk=chunk, head_dim=h, dtype=q.dtype, capability=gpu)
     if implementation == "cudnn":
-        mask = None if starts is None else jnp.arange(T)[None, None, None, :] >= starts[:, None, :, None]
+        mask = None if starts is None else index[:, None, None, :] >= starts[:, None, :, None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
     q = q.reshape(B, T, k.shape[2], -1, h)
-    index = jnp.arange(T, dtype=jnp.int32)[None]
     starts = jnp.zeros_like(index) if starts is None else starts
     if implementation == "xla":
         return _attend(q, k, v, starts, index).reshape(B, T, H, h)
@@ -67,11 +61,10 @@ def attention(
 def _attend(q: Array, k: Array, v: Array, starts: Array, index: Array) -> Array:
     """One chunk of queries against all keys: `q [B, C, K, H/K, h]`, `starts` and `index [B or 1, C]`."""
     # Dims in the order in which the matmul leaves them: another one would transpose the scores.
-    scores = jnp.einsum("bckgh,btkh->bkcgt", q, k, precision=_FP32_SUMS.get(q.dtype),
-                        preferred_element_type=wide(q.dtype)) * q.shape[-1] ** -0.5
-    key = jnp.arange(k.shape[1])[None, None, :]
+    scores = jnp.einsum("bckgh,btkh->bkcgt", q, k, preferred_element_type=wide(q.dtype))
+    key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :]
     seen = (starts[:, :, None] <= key) & (key <= index[:, :, None])
-    scores = jnp.where(seen[:, None, :, None, :], scores, -1e30)
+    scores = jnp.where(seen[:, None, :, None, :], scores * q.shape[-1] ** -0.5, -1e30)
     return jnp.einsum("bkcgt,btkh->bckgh", jax.nn.softmax(scores).astype(v.dtype), v)
 
 

@@ -53,7 +53,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Shape of a Llama. The defaults are `llama-2m`, over bytes."""
+    """Shape of a Llama; the defaults are that of `llama-2m`, over bytes."""
 
     vocab_size: int = 256
     """Token ids run from 0 to this, exclusive."""
@@ -79,8 +79,8 @@ class Config:
     """Whether the head uses the embedding's table."""
     attention: str = "auto"
     """auto, xla, cudnn or chunked; see models/attention.py."""
-    query_chunk: int = 64
-    """Queries per chunk of chunked attention: scores of 64 stay in a CPU's cache, a GPU wants 256."""
+    query_chunk: int = 256
+    """Queries per chunk of chunked attention."""
 
     @property
     def head_size(self) -> int:
@@ -101,20 +101,21 @@ class Config:
         if self.num_heads % self.num_kv_heads:
             fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: query heads "
-                f"share key/value heads evenly. Set num_kv_heads to one of {fitting}."
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: each "
+                f"key/value head serves as many query heads. Set num_kv_heads to one of {fitting}."
             )
         if self.attention not in IMPLEMENTATIONS:
             raise ValueError(f"attention is {self.attention!r}; use one of {', '.join(IMPLEMENTATIONS)}.")
 
 
-_LLAMA3 = dict(num_kv_heads=8, vocab_size=128_256, query_chunk=256)
+_SMALL = dict(query_chunk=64)  # scores of 64 queries stay in a CPU's cache
+_LLAMA3 = dict(num_kv_heads=8, vocab_size=128_256)
 presets: dict[str, Config] = {
-    # Over bytes: no tokenizer, no download.
-    "llama-tiny": Config(width=96, num_layers=3, num_heads=6, num_kv_heads=2, inner_width=256),
-    "llama-2m": Config(),
-    "llama-30m": Config(width=512, num_layers=10, num_heads=8, num_kv_heads=4, inner_width=1408),
-    # For token ids of a 32,000 word tokenizer.
+    # Over bytes, so they need no tokenizer.
+    "llama-tiny": Config(**_SMALL, width=96, num_layers=3, num_heads=6, num_kv_heads=2, inner_width=256),
+    "llama-2m": Config(**_SMALL),
+    "llama-30m": Config(**_SMALL, width=512, num_layers=10, num_heads=8, num_kv_heads=4, inner_width=1408),
+    # For token ids of a tokenizer with 32,000.
     "llama-125m": Config(vocab_size=32_000, width=768, num_layers=16, num_heads=12, num_kv_heads=4,
                          inner_width=2048, tied=True),
     # As published: Llama 3.2 1B, 3.1 8B, 3.1 70B.
@@ -247,8 +248,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         kernel = self.kernel[...]
-        # On rows of tokens: with B and T apart, the kernel's gradient first transposes its operand, and on a CPU
-        # the backward pass of the MLP takes twice as long (16 x 256 tokens, 192 -> 640, fp32, JAX 0.10.2).
+        # B and T as one dim: apart, XLA transposes an operand of the kernel's gradient, and on a CPU the
+        # backward pass of the MLP takes twice as long (fp32, [16, 256, 192], F 640, 2 cores, JAX 0.10.2).
         y = x.reshape(-1, x.shape[-1]).astype(kernel.dtype) @ kernel
         return y.reshape(*x.shape[:-1], -1)
 
@@ -331,8 +332,8 @@ _HF_KNOWN = {  # what this model computes; a config.json that says otherwise des
 
 
 def config_from(hf: Mapping[str, Any]) -> Config:
-    """Read a Hugging Face `config.json`, its RoPE spelled as on the hub (`rope_theta`, `rope_scaling`) or as by
-    transformers 5 (`rope_parameters`).
+    """Read a Hugging Face `config.json`, its RoPE spelled as in Llama 3 (`rope_theta`, `rope_scaling`) or as
+    transformers 5 does (`rope_parameters`).
 
     Raises: ValueError for a field that is missing, NotImplementedError for one that asks for another model.
     """
@@ -347,7 +348,7 @@ def config_from(hf: Mapping[str, Any]) -> Config:
     is_scaled = said["rope_type"] == "llama3"
     rope_fields = [f.name for f in fields(RopeScaling)] if is_scaled else []
     if missing := [key for key in [*_HF_FIELDS.values(), *rope_fields] if key not in said]:
-        raise ValueError(f"config.json lacks {', '.join(missing)}; give the whole file of a Llama checkpoint.")
+        raise ValueError(f"config.json lacks {', '.join(missing)}. Give the file as its checkpoint has it.")
     return Config(
         **{ours: said[theirs] for ours, theirs in _HF_FIELDS.items()},
         num_kv_heads=said.get("num_key_value_heads") or said["num_attention_heads"],

@@ -118,6 +118,8 @@ PROGRAM = """\
 HloModule jit_step, is_scheduled=true
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %x = f32[8]{0} custom-call(), custom_call_target="x"
+  %sum = f32[8]{0} all-reduce(%x), replica_groups=[4,8]<=[32], to_apply=%add
   ROOT %p = (s32[], f32[8]{0}) parameter(0)
 }
 
@@ -130,6 +132,7 @@ ENTRY %main (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
   %arg = (s32[], f32[8]{0}) parameter(0)
   %a = bf16[1024,1024]{1,0} custom-call(), custom_call_target="a"
   %dot = f32[1024,1024]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %all = f32[8]{0} all-reduce(%dot), replica_groups={}, to_apply=%add
   ROOT %while = (s32[], f32[8]{0}) while(%arg), condition=%condition, body=%body,\
  backend_config={"known_trip_count":{"n":"10"}}
 }
@@ -169,15 +172,19 @@ class TestEstimates:
         assert "no estimate for this program" in estimate.warnings[0]
 
     def test_placeholder_prices_are_void(self, program):
-        log = ESTIMATOR + statistics("body", 5000, 5100, before=UNPRICED) + statistics("condition", 0, 1)
+        log = ESTIMATOR + statistics("body", 5000, 5100, before=UNPRICED)
         estimate = gpu.exposed(log, program)
         assert estimate.bodies["body"].unpriced == ("psum.21.1",)
         (warning,) = estimate.warnings
-        assert warning.startswith("void: body holds 1 operations at a placeholder price of 5,000 us (psum.2")
+        assert warning.startswith("void: body has 1 operations at a placeholder price of 5,000 us (psum.2")
 
     def test_mispriced_matmuls_are_void(self, program):
         (warning,) = gpu.exposed(ESTIMATOR + statistics("main", 0, 9), program).warnings
-        assert warning.startswith("void: dot in main is a bf16 x bf16 -> f32 matmul")
+        assert warning.startswith("void: main has 1 bf16 x bf16 -> f32 matmuls (dot) that XLA prices")
+
+    def test_what_holds_no_collective_cannot_be_void(self, program):
+        log = ESTIMATOR + statistics("condition", 0, 5100, before=UNPRICED)
+        assert gpu.exposed(log, program).warnings == ()
 
     def test_figures_without_the_cost_model_are_not_microseconds(self, program):
         assert "not microseconds" in gpu.exposed(statistics("body", 0, 9), program).warnings[0]

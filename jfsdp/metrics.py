@@ -1,0 +1,188 @@
+"""What a run measures and where it goes: throughput, memory, and the writers of one record per step.
+
+Owns the clock and the files. Knows nothing of models, meshes or losses: whoever trains hands in numbers, which
+describe the global batch, so that every process could write the same record and only the first one does.
+
+Note [Time of a step]
+The clock of a step starts when the result of the one before was ready and stops when its own is, so reading data
+and dispatch count and evaluation does not. The first step holds the compilation; it is reported apart, as
+`compile_s`, and is in no rate.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+Record = dict[str, Any]
+"""One step: names and numbers; what was not measured is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One step's tokens and time. Rates count tokens, never padding; they are None for the step that compiled."""
+
+    tokens: float
+    """Targets that count in the loss, over all devices and micro-batches."""
+    padding_tokens: float
+    """The rest of the batch: padding, and ends of documents that predict nothing."""
+    compile_s: float | None = None
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_per_device: float | None = None
+
+
+class Throughput:
+    """The clock of a run on `devices` devices. See Note [Time of a step]."""
+
+    def __init__(self, devices: int, *, clock: Callable[[], float] = time.perf_counter, window: int = 20):
+        self.devices, self.compile_s = devices, None
+        self._clock, self._since = clock, clock()
+        self._tokens, self._seconds = 0.0, 0.0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=window)
+
+    def restart(self) -> None:
+        """Forget the time since the last step: it went into something else, such as an evaluation."""
+        self._since = self._clock()
+
+    def step(self, result: Any, *, tokens: Any, places: int) -> Timing:
+        """Wait until `result` is there and stop the clock of this step.
+
+        tokens: targets that count in the loss. places: batch size times sequence length.
+        """
+        jax.block_until_ready(result)
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        tokens = float(tokens)
+        count = dict(tokens=tokens, padding_tokens=places - tokens)
+        if self.compile_s is None:
+            self.compile_s = seconds
+            return Timing(**count, compile_s=seconds)
+        self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
+        self._recent.append((tokens, seconds))
+        rate = tokens / seconds
+        return Timing(**count, step_time_s=seconds, tokens_per_s=rate, tokens_per_s_per_device=rate / self.devices)
+
+    @property
+    def recent(self) -> float | None:
+        """Tokens per second over the last steps; None before there are any."""
+        seconds = sum(s for _, s in self._recent)
+        return sum(t for t, _ in self._recent) / seconds if seconds else None
+
+    @property
+    def mean(self) -> float | None:
+        """Tokens per second over the run, without the step that compiled."""
+        return self._tokens / self._seconds if self._seconds else None
+
+
+def memory() -> dict[str, int]:
+    """Bytes in use and at most, on this process's fullest device; where the backend does not say, the peak of the process."""
+    stats = [s for d in jax.local_devices() if (s := d.memory_stats())]
+    if stats:
+        names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
+        return {ours: max(s[theirs] for s in stats) for ours, theirs in names.items() if theirs in stats[0]}
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def record(step: int, timing: Timing, **values: Any) -> Record:
+    """One step's record: Python numbers, what is None left out."""
+    everything = {"step": step, **values, **asdict(timing)}
+    return {name: _number(value) for name, value in everything.items() if value is not None}
+
+
+def _number(value: Any) -> int | float:
+    value = value.item() if hasattr(value, "item") else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class Writer(Protocol):
+    """Takes one record per step, in order."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """A file of one JSON object per step, readable while the run goes on. An old file is replaced."""
+
+    def __init__(self, path: Path):
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}. Make it first, or name a file in one that exists.")
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder. Name a file in it, such as {path / 'metrics.jsonl'}.")
+        self._file = path.open("w", buffering=1)  # a line at a time: `tail -f` works and a crash loses nothing
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in a folder, one scalar per name."""
+
+    def __init__(self, folder: Path):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ValueError("TensorBoard files need tensorboardX: pip install 'jfsdp[tensorboard]'. JSON lines need nothing.") from error
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, record: Record) -> None:
+        for name, value in record.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Screen:
+    """Progress on a console: a bar in a terminal; elsewhere a line every 5 percent of the run or 30 seconds."""
+
+    def __init__(self, console: Console, steps: int, throughput: Throughput, *, clock: Callable[[], float] = time.monotonic):
+        self._console, self._steps, self._throughput, self._clock = console, steps, throughput, clock
+        self._last = (0, clock())
+        columns = SpinnerColumn(), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=console, expand=True, disable=not console.is_terminal or console.quiet)
+        self._task = self._bar.add_task("[dim]compiling", total=steps)
+        self._bar.start()
+
+    def write(self, record: Record) -> None:
+        step, now, text = record["step"], self._clock(), describe(record, self._throughput.recent)
+        self._bar.update(self._task, completed=step, description=text)
+        is_due = step == 1 or step >= self._last[0] + self._steps / 20 or now - self._last[1] >= 30
+        if "eval_loss" in record or (self._bar.disable and is_due):
+            self._last = (step, now)
+            self._console.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}")
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def describe(record: Mapping[str, Any], tokens_per_s: float | None = None) -> str:
+    """The record in a few words: `loss 2.314  eval 2.401  12,345 tokens/s  1.2 GiB`."""
+    parts = [f"loss {record['loss']:.3f}"]
+    if "eval_loss" in record:
+        parts.append(f"eval {record['eval_loss']:.3f}")
+    if tokens_per_s:
+        parts.append(f"{tokens_per_s:,.0f} tokens/s")
+    used = record.get("peak_memory_bytes", record.get("host_peak_memory_bytes"))
+    return "  ".join(parts + ([f"{used / 2**30:.1f} GiB"] if used else []))

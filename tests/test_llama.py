@@ -1,0 +1,513 @@
+"""The Llama family: equal to the reference values of transformers, and each of its rules by itself.
+
+`data/llama-untied` is a random Llama of 492,960 parameters in Hugging Face layout, with the logits and losses
+that transformers 5 gave in fp32. Its norm scales are not 1, its RoPE scaling puts frequencies in all three of
+Llama 3's ranges, and its weights are large, so that a mistake shows: no scaling moves logits by 5, a norm
+epsilon wrong by a factor of ten by 0.01.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import attention as att
+from models import llama
+
+DATA = Path(__file__).parent / "data" / "llama-untied"
+SMALL = llama.Config(
+    vocab_size=37, width=24, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, inner_width=40,
+    query_chunk=8,
+    rope_scaling=llama.RopeScaling(factor=8.0, original_max_position_embeddings=64),
+)
+
+
+def empty(config):
+    """Shapes without values: nothing is computed."""
+    return nnx.eval_shape(lambda: llama.build(config, rngs=nnx.Rngs(0)))
+
+
+@functools.cache
+def small(**changes):
+    """Weights larger than at the start, so that mistakes show, and norm scales that are not 1."""
+    rng = np.random.default_rng(0)
+
+    def values(path, leaf):
+        return jnp.asarray(0.2 * rng.normal(size=leaf.shape) + ("norm" in path), leaf.dtype)
+
+    return with_leaves(empty(dataclasses.replace(SMALL, **changes)), values)
+
+
+@nnx.jit
+def logits(model, tokens, segments=None, positions=None):
+    return model(tokens, segments=segments, positions=positions)
+
+
+@nnx.jit
+def loss(model, tokens, targets, weights, segments=None):
+    return model.loss(tokens, targets, weights, segments=segments)
+
+
+def tokens_of(*shape, seed=0, below=SMALL.vocab_size):
+    return jax.random.randint(jax.random.key(seed), shape, 1, below)
+
+
+def with_leaves(module, change):
+    """The module with `change(path, leaf)` in place of each parameter; a path reads `embed.table.value`."""
+    graph, state = nnx.split(module)
+    path_of = jax.tree_util.keystr
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(
+        lambda path, leaf: change(path_of(path, simple=True, separator="."), leaf), state))
+
+
+def allclose(a, b, tolerance):
+    np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=0, atol=tolerance)
+
+
+# Reference values
+
+
+def hf_weights(folder):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file in set(index["weight_map"].values()):
+        raw = (folder / file).read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        for name, entry in json.loads(raw[8:start]).items():
+            if name != "__metadata__":
+                first, end = (start + offset for offset in entry["data_offsets"])
+                yield name, np.frombuffer(raw[first:end], ml_dtypes.bfloat16).reshape(entry["shape"])
+
+
+def import_hf(config, folder):
+    """A model with a checkpoint's weights, by the table of names alone."""
+    weights = {name: np.float32(w) for name, w in hf_weights(folder)}
+
+    def of(name, transposed):
+        w = weights.pop(name)
+        return w.T if transposed else w
+
+    def change(path, leaf):
+        for ours, (theirs, transposed) in llama.NAMES.items():
+            if "{}" not in ours and path.startswith(ours):
+                return jnp.asarray(of(theirs, transposed))
+            if path.startswith("blocks.") and "." + ours.removeprefix("blocks.{}.") in path:
+                return jnp.stack([of(theirs.format(layer), transposed) for layer in range(config.num_layers)])
+        raise KeyError(path)
+
+    model = with_leaves(empty(config), change)
+    assert not weights, f"the table of names misses {sorted(weights)}"
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return {**np.load(DATA / "batches.npz"), **np.load(DATA / "reference.npz")}
+
+
+@pytest.fixture(scope="module", params=["model/config.json", "config.hub.json"])
+def imported(request):
+    return import_hf(llama.config_from(json.loads((DATA / request.param).read_text())), DATA / "model")
+
+
+def test_logits_and_losses_equal_transformers(imported, reference):
+    allclose(logits(imported, reference["input_ids"][0])[reference["logit_rows"]], reference["logits"], 1e-4)
+    for i in range(6):
+        targets = reference["targets"][i]
+        weights = (targets >= 0).astype(np.float32)
+        total, weight = loss(imported, reference["input_ids"][i], np.maximum(targets, 0), weights)
+        assert float(weight) == reference["n_targets"][i]
+        allclose(total / weight, reference["loss"][i], 1e-5)
+
+
+@pytest.mark.parametrize("imported", ["model/config.json"], indirect=True)
+def test_padding_marked_as_segment_0_changes_no_loss(imported, reference):
+    targets = reference["targets"][1]
+    weights, segments = np.float32(targets >= 0), reference["attention_mask"][1]
+    total, weight = loss(imported, reference["input_ids"][1], np.maximum(targets, 0), weights, segments)
+    allclose(total / weight, reference["loss"][1], 1e-5)
+
+
+@pytest.mark.parametrize("imported", ["model/config.json"], indirect=True)
+def test_compute_dtype_follows_the_weights(imported, reference):
+    low = with_leaves(imported, lambda path, leaf: leaf.astype(jnp.bfloat16))
+    got = logits(low, reference["input_ids"][0])
+    assert got.dtype == jnp.float32
+    gap = np.abs(np.asarray(got[reference["logit_rows"]]) - reference["logits"]).max()
+    assert 0.01 < gap < 0.3  # bf16 has 8 bits: 0.2 was seen; fp32 would give 1e-5
+
+    x = jnp.ones((1, 4, 96), jnp.bfloat16)
+    config = imported.config
+    block = llama.Block(config, rngs=nnx.Rngs(0))
+    rope = llama.rope_tables(config, jnp.arange(4)[None])
+    assert block(x, rope).dtype == jnp.bfloat16  # the residual stream keeps its dtype, whatever the weights'
+    program = str(jax.make_jaxpr(with_leaves(block, lambda _, leaf: leaf.astype(jnp.bfloat16)))(x, rope))
+    assert "bf16[4,96] = dot_general" in program.replace(" ", "").replace("=dot", " = dot")
+
+
+# RoPE
+
+
+def rope_reference(dim, theta, factor=1.0, low=1.0, high=4.0, original=8192):
+    """As published with Llama 3, frequency by frequency."""
+    out = []
+    for i in range(dim // 2):
+        frequency = 1 / theta ** (2 * i / dim)
+        wavelength = 2 * math.pi / frequency
+        if wavelength > original / low:
+            frequency /= factor
+        elif wavelength > original / high:
+            smooth = (original / wavelength - low) / (high - low)
+            frequency = (1 - smooth) * frequency / factor + smooth * frequency
+        out.append(frequency)
+    return np.array(out)
+
+
+@pytest.mark.parametrize("name", ["llama-2m", "llama3-1b", "llama3-8b", "llama3-70b"])
+def test_rope_frequencies_equal_the_published_formula(name):
+    config = llama.presets[name]
+    factor = config.rope_scaling.factor if config.rope_scaling else 1.0
+    want = rope_reference(config.head_size, config.rope_theta, factor)
+    np.testing.assert_allclose(llama.rope_frequencies(config), want, rtol=1e-7)  # fp32 rounding
+
+
+def test_rope_turns_pairs_of_both_halves_by_position_times_frequency():
+    position = np.array([[0, 1, 5, 4000]])
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+    turned = llama.rotate(x, llama.rope_tables(SMALL, jnp.asarray(position)))
+    angle = position[0, :, None, None] * np.float64(llama.rope_frequencies(SMALL))
+    want = (np.asarray(x[..., :4]) + 1j * np.asarray(x[..., 4:])) * np.exp(1j * angle)
+    allclose(turned, np.concatenate([want.real, want.imag], -1), 2e-3)  # 4000 radians in fp32 are off by 1e-4
+    allclose(turned[:, :3], np.concatenate([want.real, want.imag], -1)[:, :3], 1e-6)
+
+
+def test_rope_tables_stay_fp32_for_bf16_activations():
+    x = jax.random.normal(jax.random.key(0), (1, 1, 1, 8)).astype(jnp.bfloat16)
+    rope = llama.rope_tables(SMALL, jnp.full((1, 1), 3001))
+    exact = llama.rotate(x.astype(jnp.float32), rope)
+    assert llama.rotate(x, rope).dtype == jnp.bfloat16
+    allclose(llama.rotate(x, rope), exact, 0.02)  # one rounding to bf16; a bf16 angle of 3001 is off by radians
+
+
+# Attention
+
+PACKED = ((1,) * 5 + (2,) * 9 + (3,) * 4 + (0,) * 4, (1,) * 22, (4,) * 17 + (5,) * 5)
+whole_and_packed = pytest.mark.parametrize("segments", [None, PACKED], ids=["whole rows", "documents"])
+
+
+def attention_inputs(T=22, dtype=jnp.float32):
+    """Queries in 6 heads, keys and values in 2, and a cotangent."""
+    rng = np.random.default_rng(1)
+    return [jnp.asarray(rng.normal(size=(3, T, heads, 8)), dtype) for heads in (6, 2, 2, 6)]
+
+
+@functools.cache
+def attend(segments, dtype=jnp.float32, **how):
+    """Result and gradients for q, k, v."""
+
+    @jax.jit
+    def run(q, k, v, g):
+        starts = None if segments is None else att.document_starts(jnp.asarray(segments))
+        out, vjp = jax.vjp(lambda *qkv: att.attention(*qkv, starts, **how), q, k, v)
+        return out, *vjp(g)
+
+    return run(*attention_inputs(dtype=dtype))
+
+
+def attention_by_loops(segments):
+    """Float64, token by token: sees itself and what comes before it in its unbroken run of one segment."""
+    q, k, v, _ = (np.float64(a) for a in attention_inputs())
+    segments = np.ones(q.shape[:2]) if segments is None else np.array(segments)
+    out = np.zeros_like(q)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        first = t
+        while segments[b, t] and first and segments[b, first - 1] == segments[b, t]:
+            first -= 1
+        keys, values = (a[b, first : t + 1, h // 3] for a in (k, v))
+        weights = np.exp(keys @ q[b, t, h] / math.sqrt(8))
+        out[b, t, h] = weights @ values / weights.sum()
+    return out
+
+
+WAYS = {
+    "xla": dict(implementation="xla"),
+    "chunks": dict(implementation="chunked", chunk=8),
+    "one chunk": dict(implementation="chunked", chunk=64),
+}
+
+
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+@whole_and_packed
+def test_attention_equals_loops_over_tokens(how, segments):
+    allclose(attend(segments, **how)[0], attention_by_loops(segments), 2e-6)  # fp32
+
+
+@whole_and_packed
+def test_chunked_attention_has_the_gradients_of_whole_attention(segments):
+    for chunked, whole in zip(attend(segments, **WAYS["chunks"]), attend(segments, **WAYS["xla"]), strict=True):
+        assert np.abs(whole).max() > 0.1
+        allclose(chunked, whole, 5e-6)  # fp32, sums in another order
+
+
+def test_attention_in_float64_rounds_nothing_to_fp32():
+    with jax.enable_x64(True):
+        q, k, v = (a.astype(jnp.float64) for a in attention_inputs()[:3])
+        starts = att.document_starts(jnp.asarray(PACKED, jnp.int32))
+        out = jax.jit(lambda *qkv: att.attention(*qkv, starts, **WAYS["chunks"]))(q, k, v)
+        allclose(out, attention_by_loops(PACKED), 1e-13)
+
+
+def test_attention_in_bf16_sums_and_normalises_in_fp32():
+    low = attend(PACKED, jnp.bfloat16, **WAYS["chunks"])
+    assert all(a.dtype == jnp.bfloat16 for a in low)
+    for got, want in zip(low, attend(PACKED, **WAYS["xla"]), strict=True):
+        error = np.float64(got) - np.float64(want)
+        assert np.sqrt((error**2).mean() / (np.float64(want) ** 2).mean()) < 0.006  # 1/256 is a step of bf16
+
+
+@whole_and_packed
+def test_cudnn_is_asked_for_the_same_attention(segments, monkeypatch):
+    real = jax.nn.dot_product_attention
+
+    def without_gpu(*args, implementation, **kw):
+        assert implementation == "cudnn"
+        return real(*args, implementation="xla", **kw)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_gpu)
+    asked = attend.__wrapped__(segments, implementation="cudnn")
+    allclose(asked[0], attend(segments, **WAYS["xla"])[0], 2e-6)
+
+
+@whole_and_packed
+def test_cudnn_equals_xla_on_a_gpu(segments):
+    if att.cuda_capability() is None:
+        pytest.skip("only an NVIDIA GPU runs cuDNN's kernels")
+    cudnn, xla = (attend(segments, jnp.bfloat16, implementation=way) for way in ("cudnn", "xla"))
+    for got, want in zip(cudnn, xla, strict=True):
+        allclose(got, want, 0.05)  # bf16
+
+
+def test_chunked_attention_keeps_the_scores_of_one_chunk():
+    def temporary(**how):
+        qkvg = [jax.ShapeDtypeStruct((1, 1024, heads, 8), jnp.float32) for heads in (4, 2, 2, 4)]
+        grad = jax.jit(lambda *qkvg: jax.vjp(lambda *qkv: att.attention(*qkv, None, **how), *qkvg[:3])[1](qkvg[3]))
+        return grad.lower(*qkvg).compile().memory_analysis().temp_size_in_bytes
+
+    scores = 4 * 4 * 1024 * 1024  # heads x bytes x queries x keys
+    assert temporary(implementation="xla") > scores
+    assert temporary(implementation="chunked", chunk=32) < scores / 4  # a few buffers of 1/32 each
+
+
+def test_document_starts_are_where_runs_begin_and_padding_stands_alone():
+    got = att.document_starts(jnp.array([[1, 1, 2, 2, 2, 0, 0], [7, 3, 3, 7, 0, 7, 7]]))
+    assert got.tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 3, 4, 5, 5]]
+
+
+A100, H100, TURING = (8, 0), (9, 0), (7, 5)
+
+
+@pytest.mark.parametrize("want, changes", [
+    ("cudnn", {}),
+    ("cudnn", dict(dtype=jnp.float16)),
+    ("cudnn", dict(head_dim=256, capability=H100)),
+    ("chunked", dict(head_dim=256)),
+    ("chunked", dict(head_dim=100)),
+    ("chunked", dict(dtype=jnp.float32)),
+    ("chunked", dict(capability=TURING)),
+    ("chunked", dict(capability=None)),
+    ("chunked", dict(tokens=4095)),
+    ("xla", dict(capability=None, tokens=256)),
+])
+def test_auto_takes_cudnn_where_it_can_run(want, changes):
+    usual = dict(tokens=4096, chunk=256, head_dim=128, dtype=jnp.bfloat16, capability=A100)
+    assert att.resolve(**{**usual, **changes}) == want
+
+
+# The model
+
+
+def test_packed_documents_equal_separate_rows():
+    documents = np.asarray(tokens_of(2, 12))
+    first, second = documents[0, :4], documents[1, :6]
+    packed = np.stack([np.concatenate([first, second, documents[0, 10:]])] * 2)  # the last two are padding
+    segments = np.array([[1] * 4 + [2] * 6 + [0] * 2] * 2)
+    separate = np.asarray(logits(small(), documents))
+    got = np.asarray(logits(small(), packed, segments))[0]
+    allclose(got[:4], separate[0, :4], 1e-5)  # fp32
+    allclose(got[4:10], separate[1, :6], 1e-5)
+    assert np.abs(logits(small(), packed)[0, 4:10] - separate[1, :6]).max() > 1e-3  # without a mask it differs
+
+
+def test_positions_can_be_given():
+    model = small()
+    tokens, segments = tokens_of(2, 12), jnp.array([[1] * 5 + [2] * 7, [1] * 12])
+    usual = logits(model, tokens, segments)
+    count = jnp.array([[*range(5), *range(7)], [*range(12)]])
+    allclose(logits(model, tokens, segments, count), usual, 1e-6)
+    assert np.abs(logits(model, tokens, segments, 2 * count) - usual).max() > 1e-5
+
+
+def test_a_token_sees_nothing_behind_it():
+    tokens = tokens_of(2, 12)
+    one, other = (logits(small(), t) for t in (tokens, tokens.at[:, 8:].set(tokens_of(2, 4, seed=5))))
+    allclose(one[:, :8], other[:, :8], 1e-6)
+    assert np.abs(one[:, 8:] - other[:, 8:]).max() > 1e-3
+
+
+def test_grouped_query_attention_equals_repeated_key_value_heads():
+    grouped = llama.Attention(SMALL, rngs=nnx.Rngs(0))
+    full = llama.Attention(dataclasses.replace(SMALL, num_kv_heads=6), rngs=nnx.Rngs(1))
+    for name in ("q", "o"):
+        getattr(full, name).kernel[...] = getattr(grouped, name).kernel[...]
+    for name in ("k", "v"):
+        heads = getattr(grouped, name).kernel[...].reshape(24, 2, 8)
+        getattr(full, name).kernel[...] = jnp.repeat(heads, 3, axis=1).reshape(24, 48)
+    x = 20 * jax.random.normal(jax.random.key(0), (2, 12, 24))
+    run = nnx.jit(lambda module: module(x, llama.rope_tables(SMALL, jnp.arange(12)[None]), None))
+    assert np.abs(run(full)).max() > 0.1
+    allclose(run(grouped), run(full), 1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_is_the_weighted_sum_over_the_logits(tied):
+    model = small(tied=tied)
+    tokens, targets = tokens_of(2, 12), tokens_of(2, 12, seed=1)
+    weights = jnp.linspace(0, 2, 24).reshape(2, 12)
+    segments = jnp.array([[1] * 12, [1] * 6 + [2] * 6])
+    total, weight = loss(model, tokens, targets, weights, segments)
+    z = np.float64(logits(model, tokens, segments))
+    log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    want = -sum(weights[at] * log_p[(*at, targets[at])] for at in np.ndindex(2, 12))
+    assert float(weight) == pytest.approx(24)
+    assert float(total) == pytest.approx(float(want), rel=1e-6)
+
+
+def test_a_tied_head_is_the_embedding():
+    tied, untied = small(tied=True), small()
+    assert tied.head.table is tied.embed.table
+    assert untied.head.table is not untied.embed.table
+    assert "head" not in nnx.state(tied, nnx.Param)
+    tokens, weights = tokens_of(2, 12), jnp.ones((2, 12))
+    gradient = nnx.jit(nnx.grad(lambda model: loss(model, tokens, tokens, weights)[0]))(tied)
+    of_a_row = np.abs(gradient["embed"]["table"][...]).sum(axis=1)
+    assert (of_a_row > 0).all()  # also a row that no token looks up, from the head
+
+
+def test_norms_start_at_1_and_sums_into_the_residual_start_smaller():
+    config = dataclasses.replace(SMALL, width=128, num_layers=8, inner_width=256)
+    model = nnx.jit(lambda: llama.build(config, rngs=nnx.Rngs(0)))()
+    seen = set()
+
+    def check(path, leaf):
+        seen.add(path)
+        assert leaf.dtype == jnp.float32
+        if "norm" in path:
+            assert (np.asarray(leaf) == 1).all()
+        else:
+            small_ones = any(name in path for name in (".o.", ".down."))
+            assert np.std(leaf) == pytest.approx(0.02 / 4 if small_ones else 0.02, rel=0.05)
+        return leaf
+
+    with_leaves(model, check)
+    assert len(seen) == len(llama.NAMES)
+
+
+def test_segments_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"\(1, 12\) and tokens \(2, 12\); give each token"):
+        logits(small(), tokens_of(2, 12), jnp.ones((1, 12), jnp.int32))
+
+
+# Configurations
+
+
+@pytest.mark.parametrize("changes, mend", [
+    (dict(num_layers=0), "num_layers is 0; it is a count, so use 1 or more"),
+    (dict(num_heads=7, num_kv_heads=7), "width 192 does not split into 7 heads. Use a multiple of 7"),
+    (dict(num_kv_heads=4), r"Set num_kv_heads to one of \[1, 2, 3, 6\]"),
+    (dict(head_dim=15), "head_dim is 15; RoPE turns pairs, so set it to an even number"),
+    (dict(attention="flash"), "attention is 'flash'; use one of auto, xla, cudnn, chunked"),
+])
+def test_impossible_shapes_are_refused(changes, mend):
+    with pytest.raises(ValueError, match=mend):
+        llama.Config(**changes)
+
+
+def test_rope_scaling_wants_two_different_ends():
+    with pytest.raises(ValueError, match="high_freq_factor is 1.0, not above low_freq_factor 1.0.*1.0 and 4.0"):
+        llama.RopeScaling(factor=8.0, high_freq_factor=1.0)
+
+
+HUB = json.loads((DATA / "config.hub.json").read_text())
+
+
+def test_both_spellings_of_a_config_say_the_same():
+    other = json.loads((DATA / "model/config.json").read_text())
+    want = llama.Config(vocab_size=515, width=96, num_layers=4, num_heads=6, num_kv_heads=2, head_dim=16,
+                        inner_width=256,
+                        rope_scaling=llama.RopeScaling(factor=8.0, original_max_position_embeddings=64))
+    assert llama.config_from(other) == want
+    assert llama.config_from(HUB) == dataclasses.replace(want, head_dim=None)  # 96 / 6 either way
+
+
+def test_an_old_config_means_the_defaults_of_its_time():
+    later = "num_key_value_heads rope_theta rope_scaling rms_norm_eps tie_word_embeddings".split()
+    config = llama.config_from({key: HUB[key] for key in HUB if key not in later} | {"rope_scaling": None})
+    assert (config.num_kv_heads, config.rope_theta, config.norm_eps, config.tied) == (6, 10_000.0, 1e-6, False)
+    assert config.rope_scaling is None
+
+
+@pytest.mark.parametrize("changes, mend", [
+    (dict(attention_bias=True), r"attention_bias is True; .*one of \[False\]. Use a checkpoint"),
+    (dict(mlp_bias=True), "mlp_bias is True"),
+    (dict(hidden_act="gelu"), r"hidden_act is 'gelu'; .*\['silu'\]"),
+    (dict(model_type="mistral"), r"model_type is 'mistral'; .*\['llama'\]"),
+    (dict(attention_dropout=0.1), "attention_dropout is 0.1"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), r"rope_type is 'yarn'; .*\['default', 'llama3'\]"),
+    (dict(rope_scaling=dict(type="linear", factor=4.0)), "rope_type is 'linear'"),
+    (dict(rope_parameters=dict(rope_type="dynamic")), "rope_type is 'dynamic'"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    (dict(quantization_config=dict(bits=4)), "quantization_config is {'bits': 4}"),
+])
+def test_a_config_for_another_model_is_refused_by_name(changes, mend):
+    with pytest.raises(NotImplementedError, match=mend):
+        llama.config_from({**HUB, **changes})
+
+
+@pytest.mark.parametrize("lost", ["hidden_size", "original_max_position_embeddings"])
+def test_a_config_with_a_hole_names_what_is_missing(lost):
+    rope = {key: value for key, value in HUB["rope_scaling"].items() if key != lost}
+    with pytest.raises(ValueError, match=f"lacks {lost}. Give the file as its checkpoint has it"):
+        llama.config_from({key: value for key, value in {**HUB, "rope_scaling": rope}.items() if key != lost})
+
+
+# Sizes
+
+PARAMETERS = {  # the last three as published
+    "llama-tiny": 344_736, "llama-2m": 1_967_808, "llama-30m": 29_764_096, "llama-125m": 125_264_640,
+    "llama3-1b": 1_235_814_400, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize("name", llama.presets)
+def test_presets_have_the_published_number_of_parameters(name):
+    leaves = jax.tree.leaves(nnx.state(empty(llama.presets[name]), nnx.Param))
+    assert sum(leaf.size for leaf in leaves) == PARAMETERS[name]
+
+
+def test_flops_are_the_matmuls_of_one_token_three_times():
+    width, inner, vocab, heads, kv_heads, head, seq_len = 24, 40, 37, 6, 2, 8, 100
+    matmuls = [(width, heads * head), (width, kv_heads * head), (width, kv_heads * head), (heads * head, width),
+               (width, inner), (width, inner), (inner, width)]
+    scores = values = heads * head * seq_len
+    layer = sum(a * b for a, b in matmuls) + scores + values
+    forward = 2 * (2 * layer + width * vocab)  # 2 operations a weight; 2 layers
+    assert llama.flops(SMALL, seq_len) == 3 * forward
+    tied = dataclasses.replace(SMALL, tied=True)
+    assert llama.flops(tied, seq_len) == llama.flops(SMALL, seq_len)  # the head's matmul stays
