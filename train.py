@@ -1,40 +1,114 @@
 """Train a language model with its parameters sharded over a mesh of devices: `python train.py --help`.
 
-What happens in a run: the options are checked against the devices, the model and the data; the model is created
-sharded; each step reads a batch, computes and updates; now and then held-out data is evaluated. How a step works is
-told in `jfsdp/step.py`, what the options mean in `jfsdp/cli.py`.
+What happens in a run: options are checked against devices, model and data (`jfsdp/cli.py`); the model is
+created sharded; each step reads a batch, computes and updates (`jfsdp/step.py`); now and then held-out data is
+evaluated; what was measured goes to the screen and to files (`jfsdp/metrics.py`).
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import islice
-from time import perf_counter
-from typing import NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 from rich.console import Console
 
-from jfsdp import cli, data
-from jfsdp import metrics as measures
-from jfsdp.precision import MixedPrecision
-from jfsdp.schedule import Schedule
+from jfsdp import cli, data, tables
+from jfsdp.layout import Plan
+from jfsdp.metrics import Screen, Throughput, memory, record
 from jfsdp.step import TrainState, eval_step, train_step
-from jfsdp.strategy import parse_strategy
 from jfsdp.wrap import fully_shard, plan_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; gives the exit code: 0, 130 after Ctrl-C, 2 for usage, 1 for a run that failed."""
+    """Run a command line and give 0, or 130 after Ctrl-C. Exits with 2 for usage and 1 for a failed run."""
     with cli.exits(2, ValueError, RuntimeError, OSError):
-        config = cli.parse(argv)
-        run = prepare(config)
-    console = cli.console()
-    cli.show_start(...)
-    if config.output.dry_run:
-        ...
+        job = cli.prepare(cli.parse(argv))
+    console = tables.console()
+    console.print(tables.heading(job))
+    if job.config.output.dry_run:
+        for table in tables.forecast(job, plan_module(job.make_model, **job.sharding)):
+            console.print(table)
         return 0
     with cli.exits(1, FloatingPointError, cli.RunError):
-        return train(run, console)
+        return train(job, console)
+
+
+def train(job: cli.Job, console: Console) -> int:
+    """Create the model, take the steps, tell how it went."""
+    config, steps = job.config, job.config.training.steps
+    params, plan = fully_shard(job.make_model, **job.sharding)
+    console.print(tables.sharding_table(plan))
+
+    tx, schedule = cli.optimizer(config.training, plan)
+    state = TrainState.create(params, tx, plan, seed=config.training.seed)
+    no_sync, clip_norm = not config.training.sync, config.training.clip_norm
+    step = train_step(loss, tx, plan, accumulate=config.data.accumulate, no_sync=no_sync, clip_norm=clip_norm)
+    evaluate = evaluation(job, plan)
+
+    throughput, history = Throughput(plan.mesh.devices.size), []
+    with ExitStack() as stack:
+        stop = stack.enter_context(cli.stops_between_steps())
+        writers = [*job.writers, Screen(console, steps, throughput)]
+        for writer in writers:
+            stack.callback(writer.close)
+        for number, batch in enumerate(ahead(job.batches, plan, steps), start=1):
+            state, result = step(state, batch)
+            timing = throughput.step(result, tokens=result.pop("weight"), places=job.places)
+            values = dict(result, lr=schedule(number - 1))
+            if job.evaluates_after(number) and not stop.is_set():
+                values["eval_loss"] = evaluate(state.params)
+                throughput.restart()
+            history.append(record(number, timing, **values, **memory()))
+            for writer in writers:
+                writer.write(history[-1])
+            if stop.is_set():
+                break
+    console.print(tables.summary(job, history, throughput))
+    return 130 if stop.is_set() else 0
+
+
+def loss(model: nnx.Module, batch: data.Row, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sum of the loss over one device's tokens, and how many count; the step divides the totals."""
+    documents = dict(segments=batch["segments"], positions=batch["positions"])
+    return model.loss(batch["tokens"], batch["targets"], batch["weights"], **documents)
+
+
+def evaluation(job: cli.Job, plan: Plan) -> Callable[[Any], float]:
+    """`evaluate(params)`: mean loss per token over some batches, evenly spread over the held-out rows."""
+    step, wanted = eval_step(loss, plan), job.config.output.eval_batches
+
+    def evaluate(params) -> float:
+        batches = data.evaluation_batches(job.held_out, global_batch=job.micro_batch, **cli.processes())
+        stride = max(1, -(-len(job.held_out) // job.micro_batch) // wanted)
+        chosen = islice(batches, 0, stride * wanted, stride)
+        results = jax.device_get([step(params, place(batch, plan)) for batch in chosen])
+        return float(sum(s for s, _ in results) / sum(w for _, w in results))
+
+    return evaluate
+
+
+def ahead(batches: data.Batches, plan: Plan, count: int) -> Iterator[data.Row]:
+    """`count` batches on the devices, each read while the one before is computed with."""
+    with ThreadPoolExecutor(1) as reader:
+        waiting = reader.submit(lambda: place(next(batches), plan))
+        for left in range(count - 1, -1, -1):
+            try:
+                ready = waiting.result()
+            except ValueError as error:
+                raise cli.RunError(f"the data cannot be read any further: {error}") from error
+            if left:
+                waiting = reader.submit(lambda: place(next(batches), plan))
+            yield ready
+
+
+def place(batch: data.Row, plan: Plan) -> data.Row:
+    """This process's rows as arrays over all devices."""
+    return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(plan.batch_sharding, rows), batch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,20 +1,21 @@
-"""The command line: its options, what they are checked against, the models they name, and the tables they print.
+"""The command line: its options, what they are checked against, the models they name, how a run ends.
 
-Owns everything between the words a user types and the objects of the library, and refuses what cannot work before
-anything compiles. Knows models only as families (Note [Families]); the story of a run is told by `train.py`.
+Owns everything between the words that a user types and the objects of the library, and refuses what cannot
+work before anything compiles. Knows models only as families. The story of a run is told by `train.py`, what
+it prints is made in `tables.py`.
 
 Note [Families]
 A family is a module found under its name in the entry-point group `jfsdp.models`, or written out as
 `package.module:preset`. It offers `presets` (name -> config), `build(config, *, rngs, remat, schedule)`,
-`config_from(dict)` for a Hugging Face `config.json`, and `flops(config, seq_len)` per token. A config has a
-`vocab_size`; what `build` makes has `loss(tokens, targets, weights, *, segments, positions) -> (sum, weight)`.
+`config_from(dict)` for a Hugging Face `config.json`, and `flops(config, seq_len)` to train on one token. A
+config has a `vocab_size`; what `build` makes has `loss(tokens, targets, weights, *, segments, positions)`, which
+gives the sum over tokens and its weight.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import json
 import math
 import os
@@ -27,93 +28,108 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import jax
 import optax
 import tyro
+from flax import nnx
 from jax.sharding import Mesh
-from rich import box
-from rich.table import Table
 from tyro.conf import DisallowNone, OmitArgPrefixes, arg
 
-from jfsdp.layout import ParamLayout, Plan
+from jfsdp import data
+from jfsdp.layout import Plan
 from jfsdp.mesh import make_mesh, parse_mesh, simulate_devices
+from jfsdp.metrics import JsonLines, TensorBoard, Writer
+from jfsdp.precision import MixedPrecision
+from jfsdp.schedule import Schedule
+from jfsdp.strategy import parse_strategy
 
 # Options
 
 
-def _worked_out(metavar: str, default: str) -> Any:
-    """A field that is None until something else is known; `default` says in the help what it will be."""
+def _or_else(metavar: str, default: str) -> Any:
+    """For a field that is None until more is known: `default` tells in the help what it will be."""
     return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """Where it runs and what each device holds."""
+    """Where it runs, and what each device holds."""
 
     mesh: Annotated[str, arg(metavar="RxS")] = "auto"
-    """4x8 is 4 replicas (copies of the model) of 8 shards (pieces of each copy); 8 is 1x8; auto takes every device as
-    a shard. Without GPUs, so many CPU devices are simulated."""
-    strategy: Annotated[DisallowNone[str | None], _worked_out("NAME", "HYBRID_SHARD on several replicas, else FULL_SHARD")] = None
+    """4x8 is 4 replicas (copies of the model) of 8 shards (pieces of a copy); 8 is 1x8; auto is a shard for
+    every device. Where there are no GPUs, so many are simulated on the CPU."""
+    strategy: Annotated[
+        DisallowNone[str | None], _or_else("NAME", "FULL_SHARD; HYBRID_SHARD on 2 or more replicas")
+    ] = None
     """FULL_SHARD, SHARD_GRAD_OP, SHARD_OPT, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2, as in PyTorch."""
-    simulate: Annotated[DisallowNone[int | None], _worked_out("N", "all GPUs, else as many as the mesh, else 8")] = None
+    simulate: Annotated[
+        DisallowNone[int | None], _or_else("N", "all GPUs, else as many as the mesh has, else 8")
+    ] = None
     """Simulate N devices on the CPU, whatever else is there."""
     allow_idle: bool = False
-    """Let a mesh smaller than the machine leave devices unused."""
+    """Let a mesh be smaller than the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is trained, and how each layer computes."""
+    """What is trained, and how a layer computes."""
 
     model: Annotated[str, arg(metavar="NAME")] = "llama-2m"
-    """A preset such as llama-2m, a family (its first preset), a Hugging Face config.json, or package.module:preset."""
+    """A preset such as llama-2m, a family (its first preset), the path of a Hugging Face config.json, or
+    package.module:preset."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gathers and matmuls; stored weights and the optimizer stay fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients travel and are summed."""
     remat: Literal["none", "full", "dots"] = "none"
-    """Activation checkpointing: none saves all activations, full only each layer's input, dots also matmul outputs."""
+    """Activations computed again in the backward pass, to save memory: none; full, all but a layer's input;
+    dots, all but the results of matmuls."""
     prefetch: Literal[0, 1, 2] = 1
-    """Layers gathered ahead of the one that computes; each costs the memory of one whole layer."""
+    """Layers gathered ahead of the one that computes; each costs the memory of a whole layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What it learns from."""
+    """What it learns from, in which portions."""
 
-    data: Annotated[DisallowNone[Path | None], _worked_out("PATH", "the source of Python's standard library")] = None
-    """A text file, a folder of text, a .jsonl with "text", or a .npy or .bin of token ids."""
+    data: Annotated[
+        DisallowNone[Path | None], _or_else("PATH", "the source of Python's standard library")
+    ] = None
+    """A text file, a folder of them, a .jsonl with "text" in each line, or a .npy or .bin of token ids."""
     seq_len: int = 256
-    """Tokens of a sequence."""
-    batch_size: Annotated[DisallowNone[int | None], _worked_out("N", "16, or the next multiple of devices x accumulate")] = None
-    """Sequences of an optimizer step, over all devices and micro-batches."""
+    """Tokens in a sequence."""
+    batch_size: Annotated[
+        DisallowNone[int | None], _or_else("N", "16, or the next multiple of devices x accumulate")
+    ] = None
+    """Sequences in an optimizer step, over all devices and micro-batches."""
     accumulate: int = 1
-    """Micro-batches that an optimizer step is computed in: less memory, the same result."""
+    """Micro-batches in an optimizer step: less memory, the same result."""
     held_out: float = 0.05
     """Fraction of the data kept for evaluation; 0 evaluates nothing."""
-    end_of_document: Annotated[DisallowNone[int | None], _worked_out("ID", "none, one document")] = None
-    """The id that ends a document in a file of token ids."""
+    end_of_document: Annotated[DisallowNone[int | None], _or_else("ID", "none: all is one document")] = None
+    """The id that closes a document in a file of token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How it learns: AdamW, linear warm-up, then cosine to a tenth."""
+    """How it learns: AdamW, with a linear warm-up and then a cosine down to a tenth."""
 
     steps: int = 150
     """Optimizer steps."""
     lr: float = 4e-3
     """Learning rate at its peak."""
-    warmup: Annotated[DisallowNone[int | None], _worked_out("N", "a tenth of the steps, at most 1000")] = None
-    """Steps until the peak."""
+    warmup: Annotated[DisallowNone[int | None], _or_else("N", "a tenth of the steps, at most 1000")] = None
+    """Steps up to the peak."""
     weight_decay: float = 0.1
-    """Decoupled, on matrices only."""
+    """Decoupled, and for matrices only."""
     clip_norm: Annotated[float | None, arg(metavar="NORM")] = 1.0
-    """Largest norm of the whole gradient; None does not clip."""
+    """Longest gradient, all parameters together; None does not clip."""
+    sync: bool = True
+    """Reduce the gradients of every micro-batch; --no-sync reduces once, and keeps them whole until then."""
     seed: int = 0
-    """Start values, the order of the data, and dropout."""
+    """Names the start values and the order of the data."""
 
     @property
     def warmup_steps(self) -> int:
@@ -123,30 +139,29 @@ class TrainingConfig:
         for name, least in dict(steps=1, warmup_steps=0, weight_decay=0, seed=0).items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; use {least} or more.")
-        if not self.lr > 0:
-            raise ValueError(f"lr is {self.lr}; a learning rate is above 0, for example 1e-3.")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}; use a positive norm, or None not to clip.")
+        for name in ("lr", "clip_norm"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; use a number above 0.")
         if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup is {self.warmup_steps} of {self.steps} steps; use fewer than all of them.")
+            raise ValueError(f"warmup takes {self.warmup_steps} of {self.steps} steps; leave at least one.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     """What it tells."""
 
-    eval_every: Annotated[DisallowNone[int | None], _worked_out("N", "at the end only")] = None
-    """Steps between evaluations on the held-out data."""
+    eval_every: Annotated[DisallowNone[int | None], _or_else("N", "at the end")] = None
+    """Steps from one evaluation on held-out data to the next."""
     eval_batches: int = 16
     """Batches of an evaluation, evenly spread over the held-out data."""
-    metrics: Annotated[DisallowNone[Path | None], _worked_out("FILE", "none")] = None
-    """Write a JSON object per step to FILE: loss, grad_norm, lr, tokens, tokens_per_s, step_time_s and more."""
-    tensorboard: Annotated[DisallowNone[Path | None], _worked_out("FOLDER", "none")] = None
-    """Write the same as TensorBoard events (needs jfsdp[tensorboard])."""
+    metrics: Annotated[DisallowNone[Path | None], _or_else("FILE", "none")] = None
+    """Write a line of JSON per step: loss, grad_norm, lr, tokens, tokens_per_s, step_time_s and more."""
+    tensorboard: Annotated[DisallowNone[Path | None], _or_else("FOLDER", "none")] = None
+    """Write the same for TensorBoard."""
     dry_run: bool = False
     """Print units, memory and traffic by formula, and train nothing."""
-    config: Annotated[DisallowNone[Path | None], _worked_out("FILE", "none")] = None
-    """TOML with any of these options as defaults (batch-size = 32); what is on the command line wins."""
+    config: Annotated[DisallowNone[Path | None], _or_else("FILE", "none")] = None
+    """TOML with options to begin with, such as batch-size = 32; the command line wins."""
 
     def __post_init__(self):
         for name in ("eval_every", "eval_batches"):
@@ -158,10 +173,11 @@ class OutputConfig:
 class TrainConfig:
     """Train a language model with its parameters sharded, as PyTorch FSDP does, on any mesh of devices.
 
-    Without options: a small Llama on the source of Python's standard library, on all GPUs or 8 simulated devices.
+    With no option: a small Llama on the source of Python's standard library, on all GPUs or on 8 simulated
+    CPU devices.
 
-      python train.py --mesh 4x8              4 replicas of 8 shards; simulated where there are no GPUs
-      python train.py --data my-texts/        your own text, a byte a token
+      python train.py --mesh 4x8            4 replicas of 8 shards; simulated where there are no GPUs
+      python train.py --data my-texts/      your own text, one byte a token
       python train.py --model llama3-8b --data ids.bin --seq-len 4096 --precision bf16 --remat full
       python train.py --model llama3-70b --simulate 64 --mesh 8x8 --dry-run
     """
@@ -174,73 +190,129 @@ class TrainConfig:
 
 
 def parse(argv: Sequence[str] | None = None) -> TrainConfig:
-    """Read the command line, and the file that `--config` names for its defaults.
+    """Read the command line, and what `--config` names as defaults for it.
 
-    Exits with code 2 and a message for what is not understood. Raises: ValueError for a file that is not.
+    Exits with code 2 and a message for options that are not understood.
+    Raises: ValueError for a file that is not.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     path = early.parse_known_args(argv)[0].config
-    default = TrainConfig() if path is None else _parse(_from_toml(path), f"train.py --config {path}", TrainConfig())
-    return _parse(argv, "train.py", default)
+    file = TrainConfig() if path is None else _parse(_words(path), f"train.py, {path}", TrainConfig())
+    return _parse(argv, "train.py", file)
 
 
 def _parse(argv: list[str], prog: str, default: TrainConfig) -> TrainConfig:
     return tyro.cli(OmitArgPrefixes[TrainConfig], prog=prog, args=argv, default=default)
 
 
-def _from_toml(path: Path) -> list[str]:
-    """The file's options as they would be typed, so that both are read and checked by the same code."""
+def _words(path: Path) -> list[str]:
+    """The options of a file as they would be typed, so that both are read and checked by the same code."""
     try:
         values = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a TOML file of options: {error}.") from error
-    known = [option.name for group in fields(TrainConfig) for option in fields(group.default) if option.name != "config"]
+        advice = "Write lines such as batch-size = 32."
+        raise ValueError(f"{path} cannot be read as TOML: {error}. {advice}") from error
+    groups = [fields(group.default) for group in fields(TrainConfig)]
+    known = [option.name.replace("_", "-") for group in groups for option in group if option.name != "config"]
     words = []
     for key, value in values.items():
-        name = key.replace("-", "_")
+        name = key.replace("_", "-")
         if name not in known:
-            raise ValueError(f"{path}: option {key!r} is unknown. Known are {', '.join(known).replace('_', '-')}.")
-        if isinstance(value, (list, dict)):
-            raise ValueError(f"{path}: option {key!r} is a {type(value).__name__}; write one value, as on the command line.")
-        flag = name.replace("_", "-")
-        words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
+            raise ValueError(f"{path}: option {key!r} is unknown. Known are {', '.join(known)}.")
+        if isinstance(value, list | dict):
+            kind = type(value).__name__
+            raise ValueError(f"{path}: option {key!r} is a {kind}. Write one value, as you would type it.")
+        words.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
     return words
 
 
-# Devices
+# Checks
+
+
+class Job(NamedTuple):
+    """A run whose options have been checked against devices, model and data."""
+
+    config: TrainConfig
+    model: Model
+    mesh: Mesh
+    sharding: dict[str, Any]
+    """What `fully_shard` needs besides the model: mesh, strategy, dtypes."""
+    batch_size: int
+    rows: data.Packed | None
+    """What to train on; None in a dry run that names no data."""
+    held_out: data.Packed | None
+    batches: data.Batches | None
+    writers: list[Writer]
+
+    @property
+    def places(self) -> int:
+        """Tokens and padding of a step."""
+        return self.batch_size * self.config.data.seq_len
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences that all devices compute at a time."""
+        return self.batch_size // self.config.data.accumulate
+
+    def evaluates_after(self, step: int) -> bool:
+        every = self.config.output.eval_every
+        is_due = step == self.config.training.steps or (every is not None and step % every == 0)
+        return self.held_out is not None and is_due
+
+    def make_model(self) -> nnx.Module:
+        options = self.config.model
+        rngs, schedule = nnx.Rngs(self.config.training.seed), Schedule(prefetch=options.prefetch)
+        return self.model.family.build(self.model.config, rngs=rngs, remat=options.remat, schedule=schedule)
+
+
+def prepare(config: TrainConfig) -> Job:
+    """Start the devices and check everything that can be refused.
+
+    Raises: ValueError, RuntimeError or OSError, with the value and what to do about it.
+    """
+    text, output = config.data, config.output
+    model = find_model(config.model.model)
+    mesh = start(config.devices)
+    precision = MixedPrecision(param_dtype=config.model.precision, reduce_dtype=config.model.reduce_dtype)
+    strategy = parse_strategy(config.devices.strategy, mesh)
+    devices = mesh.devices.size
+    share = devices * max(text.accumulate, 1)
+    batch_size = -(-16 // share) * share if text.batch_size is None else text.batch_size
+    data.check_batch(batch_size, devices=devices, accumulate=text.accumulate)
+    if output.eval_every is not None and not text.held_out:
+        raise ValueError(f"eval_every is {output.eval_every} but held_out is 0: hold some data out for it.")
+    rows = held_out = batches = None
+    if text.data is not None or not output.dry_run:  # a dry run has no use for the built-in text
+        sizes = dict(seq_len=text.seq_len, vocab_size=model.config.vocab_size, held_out=text.held_out)
+        rows, held_out = data.load(text.data, **sizes, end_of_document=text.end_of_document)
+        batches = data.Batches(rows, global_batch=batch_size, seed=config.training.seed, **processes())
+    writers: list[Writer] = []
+    if not output.dry_run and jax.process_index() == 0:
+        writers += [JsonLines(output.metrics)] if output.metrics else []
+        writers += [TensorBoard(output.tensorboard)] if output.tensorboard else []
+    sharding = dict(mesh=mesh, strategy=strategy, mp_policy=precision)
+    return Job(config, model, mesh, sharding, batch_size, rows, held_out, batches, writers)
 
 
 def start(config: DeviceConfig) -> Mesh:
-    """Start JAX and lay the mesh over its devices: GPUs where there are any, else simulated ones on the CPU.
+    """Start JAX and lay the mesh over its devices: GPUs where there are any, else simulated ones.
 
-    Raises: ValueError for a mesh that is not understood or does not fit, RuntimeError when JAX cannot start as asked.
+    Raises: ValueError for a mesh that is not understood or does not fit, RuntimeError if JAX does not start
+    as asked.
     """
     replica, shard = parse_mesh(config.mesh, config.simulate or 8)
     if config.simulate is not None:
         simulate_devices(config.simulate)
-    else:
-        _simulate_without_gpus(replica * shard)
+    elif "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
+        # Read by the CPU backend alone: where JAX finds GPUs it changes nothing.
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={replica * shard}".strip()
     return make_mesh(config.mesh, allow_idle=config.allow_idle)
 
 
-def _simulate_without_gpus(count: int) -> None:
-    """Let the CPU be `count` devices should JAX find no GPUs: the flag is read by the CPU backend alone."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
-
-
-def device_note(mesh: Mesh) -> str:
-    """`8 x NVIDIA H100 80GB HBM3`, or `8 simulated CPU devices`, and why GPUs are not used if they seem to be there."""
-    device, count = mesh.devices.flat[0], mesh.devices.size
-    if device.platform != "cpu":
-        return f"{count} x {device.device_kind}"
-    note = f"{count} simulated CPU device{'s' * (count > 1)}"
-    if any(Path("/dev").glob("nvidia[0-9]*")) and not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        note += " (there are NVIDIA GPUs, which this JAX cannot use: pip install 'jfsdp[cuda12]')"
-    return note
+def processes() -> dict[str, int]:
+    return dict(process_index=jax.process_index(), process_count=jax.process_count())
 
 
 # Models
@@ -250,30 +322,28 @@ class Model(NamedTuple):
     """What `--model` named. See Note [Families]."""
 
     name: str
-    family: ModuleType
+    family: Any
     config: Any
 
 
 def find_model(name: str) -> Model:
-    """The model that `name` means: preset, family, path of a `config.json`, or `package.module:preset`.
+    """The model that `name` means: a preset, a family, a path of a config.json, or `package.module:preset`.
 
-    Raises: ValueError listing what is known; NotImplementedError for a config.json that no family computes.
+    Raises: ValueError for a name that is not known, with those that are, and for a config.json that no family
+    takes.
     """
     if name.endswith(".json") or os.sep in name:
         return _from_config_json(Path(name))
-    if ":" in name:
-        module, _, preset = name.partition(":")
-        try:
-            families = {module: importlib.import_module(module)}
-        except ImportError as error:
-            raise ValueError(f"model {name!r}: module {module!r} cannot be imported ({error}). Write package.module:preset.") from error
-        name = preset
-    else:
-        families = _families()
-    known = {preset: Model(preset, family, config) for family in families.values() for preset, config in family.presets.items()}
+    module, _, preset = name.rpartition(":")
+    try:
+        families = {module: importlib.import_module(module)} if module else _families()
+    except ImportError as error:
+        raise ValueError(f"model {name!r}: {error}. Write package.module:preset, or a preset alone.") from error
+    known = {p: Model(p, family, c) for family in families.values() for p, c in family.presets.items()}
     firsts = {family: next(iter(module.presets)) for family, module in families.items()}
-    if (preset := firsts.get(name, name)) not in known:
-        raise ValueError(f"model {name!r} is unknown. Use one of {', '.join(known)}, or the path of a config.json.")
+    if (preset := firsts.get(preset, preset)) not in known:
+        names = ", ".join(known)
+        raise ValueError(f"model {name!r} is unknown. Use one of {names}, or the path of a config.json.")
     return known[preset]
 
 
@@ -282,120 +352,67 @@ def _from_config_json(path: Path) -> Model:
     try:
         hf = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"model {str(path)!r} is no config.json that can be read ({error}).") from error
+        raise ValueError(f"model {path} cannot be read as a config.json of Hugging Face: {error}.") from error
     refusals = []
     for family in _families().values():
         try:
             return Model(str(path), family, family.config_from(hf))
         except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
             refusals.append(str(error))
-    raise NotImplementedError(f"{path}: no model family takes it. {' '.join(refusals)}")
+    raise ValueError(f"model {path}: no family takes it. {' '.join(refusals)}")
 
 
-def _families() -> dict[str, ModuleType]:
-    """Installed families, and those of the source tree that this file lies in (found before it is installed)."""
+def _families() -> dict[str, Any]:
+    """Installed families, and those of the source tree around this file, which serve before it is installed."""
     found = {point.name: point.value for point in metadata.entry_points(group="jfsdp.models")}
-    project = Path(__file__).parents[1] / "pyproject.toml"
-    if project.exists():
-        found = {**tomllib.loads(project.read_text())["project"]["entry-points"]["jfsdp.models"], **found}
+    if (project := Path(__file__).parents[1] / "pyproject.toml").exists():
+        here = tomllib.loads(project.read_text())["project"]["entry-points"]["jfsdp.models"]
+        found = {**here, **found}
     return {name: importlib.import_module(module) for name, module in sorted(found.items())}
 
 
 def optimizer(config: TrainingConfig, plan: Plan) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW as is usual for language models, and its learning rate by optimizer steps done."""
-    warmup = config.warmup_steps
-    schedule = optax.warmup_cosine_decay_schedule(config.lr / max(warmup, 1), config.lr, warmup, config.steps, config.lr / 10)
-    is_matrix = plan.map(lambda leaf: len(leaf.shape) >= 2)
-    return optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=is_matrix), schedule
-
-
-# What is printed
-
-
-def sharding_table(plan: Plan) -> Table:
-    """A line per parameter, by unit: where it is cut, what is padded or stays whole, why, and what a device holds."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
-    whole = sum(at_rest(leaf) for leaf in plan.leaves if leaf.dim is None or leaf.placement.whole_at_rest)
-    padding = sum((math.prod(leaf.stack(leaf.padded_shape)) - leaf.size) * leaf.dtype.itemsize for leaf in plan.leaves)
-    notes = [f"{size(whole)} are whole on every device"] * (whole > 0) + [f"{size(padding)} are padding"] * (padding > 0)
-    table.add_column("parameter", "in all")
-    table.add_column("shape", f"{plan.num_params:,}")
-    table.add_column("cut into", str(plan.placement.shards))
-    table.add_column("per device", size(sum(map(at_rest, plan.leaves))), justify="right")
-    table.add_column("why", "; ".join(notes) or "nothing is whole or padded", style="dim")
-    units: dict[str, list[ParamLayout]] = {}
-    for leaf in plan.leaves:
-        units.setdefault(leaf.unit, []).append(leaf)
-    for unit, leaves in units.items():
-        layers = leaves[0].layers
-        count = f" [dim]({layers} units)" if layers else ""
-        table.add_row(f"[bold]{unit or '(root unit)'}[/]{count}", "", "", f"[bold]{size(sum(map(at_rest, leaves)))}")
-        for leaf in leaves:
-            name = leaf.path.removeprefix(unit).strip(".") or leaf.path.rpartition(".")[2]
-            shape = " x ".join(map(str, leaf.shape)) or "scalar"
-            table.add_row(f"  {name}", shape, _cut(leaf), size(at_rest(leaf)), leaf.reason)
-    return table
-
-
-def _cut(leaf: ParamLayout) -> str:
-    if leaf.dim is None:
-        return "whole"
-    rest = "whole, gradient " if leaf.placement.whole_at_rest else ""
-    return f"{rest}dim {leaf.dim}: {leaf.placement.shards} x {leaf.padded // leaf.placement.shards}"
-
-
-def at_rest(leaf: ParamLayout) -> int:
-    """Bytes of a parameter on each device between steps."""
-    is_cut = leaf.dim is not None and not leaf.placement.whole_at_rest
-    return math.prod(leaf.rest_shape) * leaf.dtype.itemsize // (leaf.placement.shards if is_cut else 1)
-
-
-def size(count: float) -> str:
-    """Bytes for people: `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    raise AssertionError("the last unit returns")
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """A curve in one line of text, from the means of up to `width` stretches of `values`."""
-    cuts = [round(i * len(values) / width) for i in range(width + 1)] if len(values) > width else range(len(values) + 1)
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
-    low, high = min(means), max(means)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (v - low) / ((high - low) or 1))] for v in means)
+    """AdamW, and its learning rate as a function of the updates done."""
+    warmup, lr = config.warmup_steps, config.lr
+    schedule = optax.warmup_cosine_decay_schedule(lr / max(warmup, 1), lr, warmup, config.steps, lr / 10)
+    is_matrix = plan.map(lambda leaf: len(leaf.shape) >= 2)  # of one layer: a stack of norms is no matrix
+    tx = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=is_matrix)
+    return tx, schedule
 
 
 # How it ends
 
 
 class RunError(Exception):
-    """A run cannot go on, for a reason that is not a mistake in the code."""
+    """A run cannot go on, and not for a mistake in the code."""
 
 
 @contextmanager
 def exits(code: int, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds, and running out of memory, into a message and an exit code; others keep their traceback."""
+    """Make a message and an exit code of errors of these kinds, and of running out of memory.
+
+    Other errors are mistakes in the code and keep their traceback.
+    """
     try:
         yield
     except kinds as error:
-        fail(code, str(error))
+        _fail(code, str(error))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        first = str(error).partition("\n")[0]
-        fail(1, f"a device ran out of memory ({first}). Use more shards, --accumulate 2 or more, --remat full, or a shorter --seq-len.")
+        what = str(error).partition("\n")[0]
+        advice = "Use more shards, --accumulate, --remat full, or a smaller --seq-len."
+        _fail(1, f"a device ran out of memory ({what}). {advice}")
 
 
-def fail(code: int, message: str) -> NoReturn:
+def _fail(code: int, message: str) -> NoReturn:
     print(f"train.py: error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
 @contextmanager
 def stops_between_steps() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, for the loop to look at between steps; a second one stops at once."""
+    """Ctrl-C sets the event, to be looked at between steps; a second one stops at once."""
     asked = threading.Event()
 
     def ask(*_):

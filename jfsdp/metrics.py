@@ -1,12 +1,12 @@
 """What a run measures and where it goes: throughput, memory, and the writers of one record per step.
 
 Owns the clock and the files. Knows nothing of models, meshes or losses: whoever trains hands in numbers, which
-describe the global batch, so that every process could write the same record and only the first one does.
+describe the global batch, so that every process has the same record and only the first one writes it.
 
 Note [Time of a step]
-The clock of a step starts when the result of the one before was ready and stops when its own is, so reading data
-and dispatch count and evaluation does not. The first step holds the compilation; it is reported apart, as
-`compile_s`, and is in no rate.
+A step's clock starts when the result of the one before was ready and stops when its own is: reading data and
+dispatch count, evaluation does not. The first step holds the compilation; it is reported apart, as `compile_s`,
+and is in no rate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from typing import Any, Protocol
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 Record = dict[str, Any]
 """One step: names and numbers; what was not measured is left out."""
@@ -30,7 +37,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One step's tokens and time. Rates count tokens, never padding; they are None for the step that compiled."""
+    """One step's tokens and time. Rates count tokens and no padding; the step that compiled has none."""
 
     tokens: float
     """Targets that count in the loss, over all devices and micro-batches."""
@@ -63,7 +70,7 @@ class Throughput:
         jax.block_until_ready(result)
         now = self._clock()
         seconds, self._since = now - self._since, now
-        tokens = float(tokens)
+        tokens = _whole(float(tokens))
         count = dict(tokens=tokens, padding_tokens=places - tokens)
         if self.compile_s is None:
             self.compile_s = seconds
@@ -71,7 +78,8 @@ class Throughput:
         self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
         self._recent.append((tokens, seconds))
         rate = tokens / seconds
-        return Timing(**count, step_time_s=seconds, tokens_per_s=rate, tokens_per_s_per_device=rate / self.devices)
+        each = rate / self.devices
+        return Timing(**count, step_time_s=seconds, tokens_per_s=rate, tokens_per_s_per_device=each)
 
     @property
     def recent(self) -> float | None:
@@ -86,7 +94,10 @@ class Throughput:
 
 
 def memory() -> dict[str, int]:
-    """Bytes in use and at most, on this process's fullest device; where the backend does not say, the peak of the process."""
+    """Bytes in use and at most on this process's fullest device, or what the process takes where it has no say.
+
+    Simulated devices share the memory of one process.
+    """
     stats = [s for d in jax.local_devices() if (s := d.memory_stats())]
     if stats:
         names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
@@ -102,12 +113,7 @@ def memory() -> dict[str, int]:
 def record(step: int, timing: Timing, **values: Any) -> Record:
     """One step's record: Python numbers, what is None left out."""
     everything = {"step": step, **values, **asdict(timing)}
-    return {name: _number(value) for name, value in everything.items() if value is not None}
-
-
-def _number(value: Any) -> int | float:
-    value = value.item() if hasattr(value, "item") else value
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return {n: v.item() if hasattr(v, "item") else v for n, v in everything.items() if v is not None}
 
 
 class Writer(Protocol):
@@ -123,7 +129,7 @@ class JsonLines:
 
     def __init__(self, path: Path):
         if not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}. Make it first, or name a file in one that exists.")
+            raise ValueError(f"{path}: there is no folder {path.parent}. Make it first, or choose another.")
         if path.is_dir():
             raise ValueError(f"{path} is a folder. Name a file in it, such as {path / 'metrics.jsonl'}.")
         self._file = path.open("w", buffering=1)  # a line at a time: `tail -f` works and a crash loses nothing
@@ -142,7 +148,8 @@ class TensorBoard:
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
-            raise ValueError("TensorBoard files need tensorboardX: pip install 'jfsdp[tensorboard]'. JSON lines need nothing.") from error
+            mend = "pip install 'jfsdp[tensorboard]', or use --metrics, which needs nothing"
+            raise ValueError(f"TensorBoard files need tensorboardX: {mend}.") from error
         self._writer = SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
@@ -155,18 +162,18 @@ class TensorBoard:
 
 
 class Screen:
-    """Progress on a console: a bar in a terminal; elsewhere a line every 5 percent of the run or 30 seconds."""
+    """A bar in a terminal; elsewhere a line every 5 percent of the run or 30 seconds."""
 
-    def __init__(self, console: Console, steps: int, throughput: Throughput, *, clock: Callable[[], float] = time.monotonic):
-        self._console, self._steps, self._throughput, self._clock = console, steps, throughput, clock
-        self._last = (0, clock())
-        columns = SpinnerColumn(), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-        self._bar = Progress(*columns, console=console, expand=True, disable=not console.is_terminal or console.quiet)
+    def __init__(self, console: Console, steps: int, throughput: Throughput):
+        self._console, self._steps, self._throughput = console, steps, throughput
+        self._last = (0, time.monotonic())
+        columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("[dim]compiling", total=steps)
         self._bar.start()
 
     def write(self, record: Record) -> None:
-        step, now, text = record["step"], self._clock(), describe(record, self._throughput.recent)
+        step, now, text = record["step"], time.monotonic(), describe(record, self._throughput.recent)
         self._bar.update(self._task, completed=step, description=text)
         is_due = step == 1 or step >= self._last[0] + self._steps / 20 or now - self._last[1] >= 30
         if "eval_loss" in record or (self._bar.disable and is_due):
@@ -185,4 +192,17 @@ def describe(record: Mapping[str, Any], tokens_per_s: float | None = None) -> st
     if tokens_per_s:
         parts.append(f"{tokens_per_s:,.0f} tokens/s")
     used = record.get("peak_memory_bytes", record.get("host_peak_memory_bytes"))
-    return "  ".join(parts + ([f"{used / 2**30:.1f} GiB"] if used else []))
+    return "  ".join(parts + ([in_words(used)] if used else []))
+
+
+def in_words(count: float) -> str:
+    """Bytes for people: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
+def _whole(value: float) -> int | float:
+    return int(value) if value.is_integer() else value

@@ -84,7 +84,7 @@ class Config:
 
     @property
     def head_size(self) -> int:
-        return self.head_dim or self.width // self.num_heads
+        return self.width // self.num_heads if self.head_dim is None else self.head_dim
 
     def __post_init__(self):
         counts = "vocab_size width num_layers num_heads num_kv_heads inner_width query_chunk"
@@ -97,7 +97,7 @@ class Config:
                 f"Use a multiple of {self.num_heads}, or set head_dim."
             )
         if self.head_size < 2 or self.head_size % 2:
-            raise ValueError(f"head_dim is {self.head_size}; RoPE turns pairs, so set it to an even number.")
+            raise ValueError(f"head_dim is {self.head_size}; RoPE turns pairs, so set it to 2, 4, 6 or so.")
         if self.num_heads % self.num_kv_heads:
             fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(
