@@ -42,6 +42,8 @@ class UnitOptions:
     """Cut this dim (of one layer; negative counts from the end) whatever the others; None follows Note [Which dim is cut]."""
     never_whole: bool = False
     """The unit's gradients never exist whole (vocabulary tables), so no_sync accumulates shards of them."""
+    uses: tuple[str, ...] = ()
+    """What a vocabulary table serves as, "embed" and "head"; for the traffic that `plan.py` predicts."""
 
 
 @dataclass(frozen=True)

@@ -190,22 +190,22 @@ class _Streamed:
         to_h = jnp.zeros(h.shape, lse.dtype)
         state = (collectives.vary(to_h, self.axes), reducer.start())
 
-        def unit(state, i, weights, ahead):
+        def unit(state, i, weights):
             to_h, waiting = state
             waiting = reducer.advance(waiting, i)
             to_slice, to_table = _slice_gradient(weights, h_compute, targets, lse, grad, i * self.rows)
-            return (to_h + to_slice.astype(to_h.dtype), reducer.push(waiting, [to_table], i)), ahead
+            return to_h + to_slice.astype(to_h.dtype), reducer.push(waiting, [to_table], i)
 
-        for i in range(self.count - 1, 0, -1)[:1]:
-            state, weights = unit(state, i, weights, self._fetch(shard, i - 1))
-        if self.count > 2:
+        def body(carry, i):
+            state, weights = carry
+            ahead = self._fetch(shard, jnp.maximum(i - 1, 0))  # the last one is not read, as in a stack
+            return (unit(state, i, weights), ahead), None
 
-            def body(carry, i):
-                state, weights = carry
-                return unit(state, i, weights, self._fetch(shard, i - 1)), None
-
-            (state, weights), _ = lax.scan(body, (state, weights), jnp.arange(1, self.count - 1), reverse=True)
-        (to_h, waiting), _ = unit(state, 0, weights, None)
+        ahead = self._fetch(shard, max(self.count - 2, 0)) if self.count > 1 else None
+        state = unit(state, self.count - 1, weights)
+        if self.count > 1:
+            (state, _), _ = lax.scan(body, (state, ahead), jnp.arange(self.count - 1), reverse=True)
+        to_h, waiting = state
         (pieces,) = reducer.finish(waiting)
         to_table = pieces.reshape(-1, pieces.shape[-1])
         if self.rest:

@@ -50,16 +50,19 @@ def plan_module(make_model: Callable[[], nnx.Module], *, mesh: Mesh, strategy=No
 
 def find_units(module: nnx.Module) -> dict[str, UnitOptions]:
     """Units by path prefix: each `Stack`'s layers, each vocabulary table."""
-    units = {}
+    units, tables = {}, {}
+    stored = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(module, nnx.Param))}
     for path, node in nnx.iter_modules(module):
         name = ".".join(map(str, path))
         if isinstance(node, Stack):
             units[f"{name}.each" if name else "each"] = UnitOptions(stacked=True)
         elif isinstance(node, (Embed, Head)):
-            units[f"{name}.table" if name else "table"] = UnitOptions(cut_dim=-1, never_whole=True)
-    paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-    # A tied table is stored under the name that comes first; the other name holds no parameter.
-    return {unit: options for unit, options in units.items() if any(p == unit or p.startswith(unit + ".") for p in paths)}
+            uses = tables.setdefault(id(node.table), {})
+            uses["embed" if isinstance(node, Embed) else "head"] = f"{name}.table" if name else "table"
+    for uses in tables.values():  # a tied table is stored under one of its names
+        path = next(p for p in uses.values() if p in stored)
+        units[path] = UnitOptions(cut_dim=-1, never_whole=True, uses=tuple(sorted(uses)))
+    return units
 
 
 def _view(graph, state, params) -> nnx.Module:

@@ -1,0 +1,26 @@
+"""Eight simulated CPU devices for every test, set before JAX starts."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _eight_devices():
+    assert jax.device_count() == 8, f"the tests need 8 simulated devices and JAX started {jax.device_count()}"
+
+
+@pytest.fixture
+def float64():
+    """Run a test in float64, the judge of every sharded result."""
+    with jax.enable_x64(True):
+        yield
+
+

@@ -1,0 +1,115 @@
+"""What several test files need: a small model as a plain pytree, its training on one device, and comparison leaf by leaf."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfsdp.layout import Plan, UnitOptions, make_plan
+from jfsdp.mesh import make_mesh, parse_mesh
+from jfsdp.schedule import Schedule
+from jfsdp.stack import run_stack
+from jfsdp.step import TrainState, train_step
+from jfsdp.unit import call, unshard
+
+UNITS = {"blocks": UnitOptions(stacked=True), "head": UnitOptions()}
+PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD")
+HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
+
+def submesh(text: str):
+    """The mesh `text` over the first devices."""
+    replica, shard = parse_mesh(text, 8)
+    return make_mesh(text, devices=jax.devices()[: replica * shard])
+
+
+def toy_params(layers: int = 3, width: int = 16, inner: int = 24, out: int = 13, dtype=jnp.float64) -> dict:
+    """Blocks with two matrices, a scale and a scalar; an uneven head; a root vector smaller than 8 shards, and a scalar."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.3, dtype)  # noqa: E731
+    return {
+        "blocks": {
+            "up": draw(layers, width, inner),
+            "down": draw(layers, inner, width),
+            "scale": 1 + draw(layers, width),
+            "gate": 1 + draw(layers),
+        },
+        "head": {"kernel": draw(width, out), "bias": draw(out)},
+        "shift": draw(5),
+        "temperature": 1 + draw(),
+    }
+
+
+def toy_batch(rows: int = 16, width: int = 16, out: int = 13, dtype=np.float64) -> dict:
+    """Inputs and targets with row weights 0, 1, 2, 0, 1, 2, ...: devices count very different numbers of rows."""
+    rng = np.random.default_rng(1)
+    return {
+        "x": rng.normal(size=(rows, width)).astype(dtype),
+        "y": rng.normal(size=(rows, out)).astype(dtype),
+        "w": (np.arange(rows) % 3).astype(dtype),
+    }
+
+
+def toy_block(weights, x, _):
+    h = jnp.tanh(x @ weights["up"]) @ weights["down"]
+    return x + h * weights["scale"] * weights["gate"], None
+
+
+def toy_loss(schedule: Schedule = Schedule(), remat="full"):
+    """`loss(params, batch, key) -> (sum, weight)`; runs sharded or on plain arrays."""
+
+    def loss(params, batch, key):
+        x, _ = run_stack(toy_block, params["blocks"], batch["x"], remat=remat, schedule=schedule)
+        out = call(lambda head, x: x @ head["kernel"] + head["bias"], params["head"], x)
+        root = unshard({"shift": params["shift"], "temperature": params["temperature"]})
+        error = ((out * root["temperature"] - batch["y"]) ** 2).mean(-1) + root["shift"].sum() ** 2
+        return (error * batch["w"]).sum(), batch["w"].sum()
+
+    return loss
+
+
+def train_alone(loss, params, batch, tx, steps: int):
+    """The reference: the same loss and batch on one device, without a mesh. Gives last loss, parameters, optimizer state."""
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(lambda p: jnp.divide(*loss(p, batch, None)))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state, value = tx.init(params), None
+    for _ in range(steps):
+        params, state, value = step(params, state)
+    return value, params, state
+
+
+def train_sharded(loss, params, batch, tx, steps: int, mesh: str, strategy=None, units=UNITS, precision=None, **options):
+    """The same through the engine. Gives metrics of the last step, the state, and the step."""
+    extra = {} if precision is None else {"precision": precision}
+    plan = make_plan(params, submesh(mesh), strategy=strategy, units=units, **extra)
+    state, step, metrics = TrainState.create(plan.place(params), tx, plan), train_step(loss, tx, plan, **options), None
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+    return metrics, state, step
+
+
+def logical_moments(state: TrainState, step):
+    """The optimizer's state without padding."""
+    return step.optimizer._unpad(state.opt_state)
+
+
+def assert_close(got, want, relative: float, plan: Plan | None = None) -> None:
+    """Every leaf within `relative` of the largest value of the wanted leaf; shapes equal."""
+    got, want = (jax.tree_util.tree_flatten_with_path(t)[0] for t in (got, want))
+    assert len(got) == len(want)
+    for (path, a), (_, b) in zip(got, want):
+        name, a, b = jax.tree_util.keystr(path), np.asarray(a), np.asarray(b)
+        assert a.shape == b.shape, f"{name}: shape {a.shape}, wanted {b.shape}"
+        worst = np.abs(a - b).max(initial=0)
+        assert worst <= relative * max(np.abs(b).max(initial=0), 1e-30), f"{name}: off by {worst}, largest {np.abs(b).max()}"
+
+
+def bitwise_equal(a, b) -> bool:
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
