@@ -3,20 +3,12 @@
 Owns everything between the words that a user types and the objects of the library, and refuses what cannot
 work before anything compiles. Knows models only as families. The story of a run is told by `train.py`, what
 it prints is made in `tables.py`.
-
-Note [Families]
-A family is a module found under its name in the entry-point group `jfsdp.models`, or written out as
-`package.module:preset`. It offers `presets` (name -> config), `build(config, *, rngs, remat, schedule)`,
-`config_from(dict)` for a Hugging Face `config.json`, and `flops(config, seq_len)` to train on one token. A
-config has a `vocab_size`; what `build` makes has `loss(tokens, targets, weights, *, segments, positions)`, which
-gives the sum over tokens and its weight.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
+import logging
 import math
 import os
 import signal
@@ -26,19 +18,17 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import jax
-import optax
 import tyro
 from flax import nnx
 from jax.sharding import Mesh
 from tyro.conf import DisallowNone, OmitArgPrefixes, arg
 
 from jfsdp import data
-from jfsdp.layout import Plan
+from jfsdp.families import Model, find_model
 from jfsdp.mesh import make_mesh, parse_mesh, simulate_devices
 from jfsdp.metrics import JsonLines, TensorBoard, Writer
 from jfsdp.precision import MixedPrecision
@@ -98,7 +88,7 @@ class DataConfig:
         DisallowNone[Path | None], _or_else("PATH", "the source of Python's standard library")
     ] = None
     """A text file, a folder of them, a .jsonl with "text" in each line, or a .npy or .bin of token ids."""
-    seq_len: int = 256
+    seq_len: int = 128
     """Tokens in a sequence."""
     batch_size: Annotated[
         DisallowNone[int | None], _or_else("N", "16, or the next multiple of devices x accumulate")
@@ -116,7 +106,7 @@ class DataConfig:
 class TrainingConfig:
     """How it learns: AdamW, with a linear warm-up and then a cosine down to a tenth."""
 
-    steps: int = 150
+    steps: int = 200
     """Optimizer steps."""
     lr: float = 4e-3
     """Learning rate at its peak."""
@@ -239,6 +229,7 @@ class Job(NamedTuple):
     mesh: Mesh
     sharding: dict[str, Any]
     """What `fully_shard` needs besides the model: mesh, strategy, dtypes."""
+    schedule: Schedule
     batch_size: int
     rows: data.Packed | None
     """What to train on; None in a dry run that names no data."""
@@ -256,15 +247,24 @@ class Job(NamedTuple):
         """Sequences that all devices compute at a time."""
         return self.batch_size // self.config.data.accumulate
 
+    @property
+    def share(self) -> int:
+        """Sequences that one device computes at a time."""
+        return self.micro_batch // self.mesh.devices.size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one device computes at a time."""
+        return self.share * self.config.data.seq_len
+
     def evaluates_after(self, step: int) -> bool:
         every = self.config.output.eval_every
         is_due = step == self.config.training.steps or (every is not None and step % every == 0)
         return self.held_out is not None and is_due
 
     def make_model(self) -> nnx.Module:
-        options = self.config.model
-        rngs, schedule = nnx.Rngs(self.config.training.seed), Schedule(prefetch=options.prefetch)
-        return self.model.family.build(self.model.config, rngs=rngs, remat=options.remat, schedule=schedule)
+        rngs, remat = nnx.Rngs(self.config.training.seed), self.config.model.remat
+        return self.model.family.build(self.model.config, rngs=rngs, remat=remat, schedule=self.schedule)
 
 
 def prepare(config: TrainConfig) -> Job:
@@ -293,7 +293,8 @@ def prepare(config: TrainConfig) -> Job:
         writers += [JsonLines(output.metrics)] if output.metrics else []
         writers += [TensorBoard(output.tensorboard)] if output.tensorboard else []
     sharding = dict(mesh=mesh, strategy=strategy, mp_policy=precision)
-    return Job(config, model, mesh, sharding, batch_size, rows, held_out, batches, writers)
+    schedule = Schedule(prefetch=config.model.prefetch)
+    return Job(config, model, mesh, sharding, schedule, batch_size, rows, held_out, batches, writers)
 
 
 def start(config: DeviceConfig) -> Mesh:
@@ -308,76 +309,20 @@ def start(config: DeviceConfig) -> Mesh:
     elif "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
         # Read by the CPU backend alone: where JAX finds GPUs it changes nothing.
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={replica * shard}".strip()
+    if not seems_to_have_gpus():  # then a traceback about an unusable GPU plugin tells nothing
+        logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
     return make_mesh(config.mesh, allow_idle=config.allow_idle)
 
 
+def seems_to_have_gpus() -> bool:
+    """Whether the operating system shows GPUs, usable or not, that JAX has not been told to leave alone."""
+    files = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
+    return bool(files) and not os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+
+
 def processes() -> dict[str, int]:
+    """Which share of the rows is this process's, in the words of `data.py`."""
     return dict(process_index=jax.process_index(), process_count=jax.process_count())
-
-
-# Models
-
-
-class Model(NamedTuple):
-    """What `--model` named. See Note [Families]."""
-
-    name: str
-    family: Any
-    config: Any
-
-
-def find_model(name: str) -> Model:
-    """The model that `name` means: a preset, a family, a path of a config.json, or `package.module:preset`.
-
-    Raises: ValueError for a name that is not known, with those that are, and for a config.json that no family
-    takes.
-    """
-    if name.endswith(".json") or os.sep in name:
-        return _from_config_json(Path(name))
-    module, _, preset = name.rpartition(":")
-    try:
-        families = {module: importlib.import_module(module)} if module else _families()
-    except ImportError as error:
-        raise ValueError(f"model {name!r}: {error}. Write package.module:preset, or a preset alone.") from error
-    known = {p: Model(p, family, c) for family in families.values() for p, c in family.presets.items()}
-    firsts = {family: next(iter(module.presets)) for family, module in families.items()}
-    if (preset := firsts.get(preset, preset)) not in known:
-        names = ", ".join(known)
-        raise ValueError(f"model {name!r} is unknown. Use one of {names}, or the path of a config.json.")
-    return known[preset]
-
-
-def _from_config_json(path: Path) -> Model:
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        hf = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {path} cannot be read as a config.json of Hugging Face: {error}.") from error
-    refusals = []
-    for family in _families().values():
-        try:
-            return Model(str(path), family, family.config_from(hf))
-        except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
-            refusals.append(str(error))
-    raise ValueError(f"model {path}: no family takes it. {' '.join(refusals)}")
-
-
-def _families() -> dict[str, Any]:
-    """Installed families, and those of the source tree around this file, which serve before it is installed."""
-    found = {point.name: point.value for point in metadata.entry_points(group="jfsdp.models")}
-    if (project := Path(__file__).parents[1] / "pyproject.toml").exists():
-        here = tomllib.loads(project.read_text())["project"]["entry-points"]["jfsdp.models"]
-        found = {**here, **found}
-    return {name: importlib.import_module(module) for name, module in sorted(found.items())}
-
-
-def optimizer(config: TrainingConfig, plan: Plan) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW, and its learning rate as a function of the updates done."""
-    warmup, lr = config.warmup_steps, config.lr
-    schedule = optax.warmup_cosine_decay_schedule(lr / max(warmup, 1), lr, warmup, config.steps, lr / 10)
-    is_matrix = plan.map(lambda leaf: len(leaf.shape) >= 2)  # of one layer: a stack of norms is no matrix
-    tx = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=is_matrix)
-    return tx, schedule
 
 
 # How it ends
@@ -397,6 +342,8 @@ def exits(code: int, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         _fail(code, str(error))
+    except KeyboardInterrupt:
+        _fail(130, "interrupted.")
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

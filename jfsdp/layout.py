@@ -42,6 +42,8 @@ class UnitOptions:
     """Cut this dim (of one layer; negative counts from the end) whatever the others; None follows Note [Which dim is cut]."""
     never_whole: bool = False
     """The unit's gradients never exist whole (vocabulary tables), so no_sync accumulates shards of them."""
+    precision: MixedPrecision | None = None
+    """Dtypes of this unit; None takes the plan's."""
     uses: tuple[str, ...] = ()
     """What a vocabulary table serves as, "embed" and "head"; for the traffic that `plan.py` predicts."""
 
@@ -220,7 +222,8 @@ def make_plan(
     layouts = []
     for path, (_, leaf) in zip(paths, flat):
         unit = max((p for p in units if _under(path, p)), key=len, default="")
-        layouts.append(_layout(path, unit, leaf, units.get(unit, UnitOptions()), placement, precision))
+        options = units.get(unit, UnitOptions())
+        layouts.append(_layout(path, unit, leaf, options, placement, options.precision or precision))
     return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, view)
 
 

@@ -1,12 +1,12 @@
 """What a run measures and where it goes: throughput, memory, and the writers of one record per step.
 
-Owns the clock and the files. Knows nothing of models, meshes or losses: whoever trains hands in numbers, which
-describe the global batch, so that every process has the same record and only the first one writes it.
+Owns the clock and the files. Knows nothing of models, meshes or losses: whoever trains hands in numbers, and
+they describe the global batch, so every process has the same record and only the first one writes it.
 
 Note [Time of a step]
 A step's clock starts when the result of the one before was ready and stops when its own is: reading data and
-dispatch count, evaluation does not. The first step holds the compilation; it is reported apart, as `compile_s`,
-and is in no rate.
+dispatch count, evaluation does not. The first step holds the compilation; it is reported apart, and is in no
+rate.
 """
 
 from __future__ import annotations
@@ -94,10 +94,7 @@ class Throughput:
 
 
 def memory() -> dict[str, int]:
-    """Bytes in use and at most on this process's fullest device, or what the process takes where it has no say.
-
-    Simulated devices share the memory of one process.
-    """
+    """Bytes in use, and at most, on this process's fullest device; simulated devices share the process's."""
     stats = [s for d in jax.local_devices() if (s := d.memory_stats())]
     if stats:
         names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
@@ -125,11 +122,11 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """A file of one JSON object per step, readable while the run goes on. An old file is replaced."""
+    """A file of one JSON object per step, to be read while the run goes on. An old file is replaced."""
 
     def __init__(self, path: Path):
         if not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}. Make it first, or choose another.")
+            raise ValueError(f"{path}: there is no folder {path.parent}. Make it, or name another.")
         if path.is_dir():
             raise ValueError(f"{path} is a folder. Name a file in it, such as {path / 'metrics.jsonl'}.")
         self._file = path.open("w", buffering=1)  # a line at a time: `tail -f` works and a crash loses nothing
@@ -173,7 +170,8 @@ class Screen:
         self._bar.start()
 
     def write(self, record: Record) -> None:
-        step, now, text = record["step"], time.monotonic(), describe(record, self._throughput.recent)
+        step, now = record["step"], time.monotonic()
+        text = describe(record, self._throughput.recent)
         self._bar.update(self._task, completed=step, description=text)
         is_due = step == 1 or step >= self._last[0] + self._steps / 20 or now - self._last[1] >= 30
         if "eval_loss" in record or (self._bar.disable and is_due):

@@ -176,13 +176,10 @@ class _Unit:
         """Over the replicas, and back to whole parameters under SHARD_OPT."""
         out = []
         if self.placement.replica_axes:
-            waste = 0.0
-            if self.layers and self.layers > 1 and self.schedule.late_reduce and self.placement.shard_axes and self.schedule.prefetch < 2:
-                waste = 1 / self.layers
             size = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.reduce_dtype.itemsize for leaf in self.leaves)
-            received = (1 + waste) * 2 * _ring(size, self.placement.replicas)
+            received = 2 * _ring(size, self.placement.replicas)
             dtype = self.leaves[0].reduce_dtype.name
-            out.append(self._move("all-reduce", dtype, 1 + waste, received, "shards over replicas", self.placement.replica_axes))
+            out.append(self._move("all-reduce", dtype, 1, received, "shards over replicas", self.placement.replica_axes))
         if self.placement.whole_at_rest and self.placement.shard_axes and self.cut:
             size = sum(_bytes(leaf, leaf.dtype) * (leaf.layers or 1) for leaf in self.cut)
             out.append(self._move("all-gather", self.cut[0].dtype.name, 1, _ring(size, self.placement.shards), "updated parameters"))

@@ -9,7 +9,7 @@ Forward, prefetch depth 1, units 0..L-1:
     gather 0 | gather 1, compute 0 | gather 2, compute 1 | ... | compute L-1
               '-------------- scan over 0..L-2 --------------'   kept into backward
 
-Backward walks down. In iteration l: gather l-1, move the reductions of l+1 and l+2 on, compute the gradient of l.
+Backward walks down. In iteration l: gather l-1, reduce the gradient of l+1, compute the gradient of l.
 Nothing in an iteration waits for what that iteration moves, so the compiler may overlap all of it with the
 matmuls. The carry holds the gathered units ahead, head first.
 
@@ -172,7 +172,7 @@ class _Stack:
             layers = jax.tree.map(lambda a: a[: self.tail_start], (jnp.arange(self.num_layers), saved.loop, inputs, to_outs))
             state, to_loop = lax.scan(
                 lambda state, layer: unit(state, *layer),
-                state._replace(waiting=reducer.fill(state.waiting)),
+                state,
                 layers,
                 reverse=True,
                 unroll=self.schedule.unroll,

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from jfsdp.cli import Job
+from jfsdp import plan as planning
+from jfsdp.cli import Job, seems_to_have_gpus
 from jfsdp.gpu import GPUS
-from jfsdp.layout import ParamLayout, Plan
+from jfsdp.layout import ParamLayout, Plan, UnitOptions
 from jfsdp.mesh import REPLICA, SHARD
 from jfsdp.metrics import Record, Throughput, in_words
+from jfsdp.step import TrainState
+from jfsdp.vocab import STREAM_ABOVE
+
+_TITLE = dict(title_justify="left", title_style="bold cyan")
 
 
 def console() -> Console:
@@ -33,9 +38,8 @@ def console() -> Console:
 def heading(job: Job) -> Table:
     """What runs, on what, from what."""
     c, mesh = job.config, job.mesh
-    share = job.batch_size // mesh.devices.size // c.data.accumulate
     micro = f" x {c.data.accumulate} micro-batches" if c.data.accumulate > 1 else ""
-    batch = f"{job.batch_size} sequences of {c.data.seq_len} = {mesh.devices.size} devices{micro} x {share}"
+    parts = f"{mesh.devices.size} devices{micro} x {job.share}"
     lines = {
         "model": job.model.name,
         "devices": f"{_device_words(mesh)}, mesh {mesh.shape[REPLICA]}x{mesh.shape[SHARD]}",
@@ -43,12 +47,12 @@ def heading(job: Job) -> Table:
         "compute": f"{c.model.precision}, gradients reduced in {c.model.reduce_dtype}, remat {c.model.remat}",
         "data": "" if job.rows is None else str(job.rows),
         "held out": "" if job.held_out is None else str(job.held_out),
-        "batch": batch,
+        "batch": f"{job.batch_size} sequences of {c.data.seq_len} tokens = {parts}",
     }
     table = Table.grid(padding=(0, 2))
     for name, words in lines.items():
         if words:
-            table.add_row(f"[bold cyan]{name}", words)
+            table.add_row(f"[bold cyan]{name}", escape(words))
     return table
 
 
@@ -57,20 +61,20 @@ def _device_words(mesh: Mesh) -> str:
     if device.platform != "cpu":
         return f"{count} x {device.device_kind}"
     words = f"{count} simulated CPU device{'s' * (count > 1)}"
-    if any(Path("/dev").glob("nvidia[0-9]*")) and not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        words += " (there are NVIDIA GPUs that this JAX cannot use: pip install 'jfsdp[cuda12]')"
+    if seems_to_have_gpus():
+        words += "; this JAX cannot use the GPUs that are here: pip install 'jfsdp[cuda12]'"
     return words
 
 
-def sharding_table(plan: Plan) -> Table:
+def sharding_table(job: Job, plan: Plan) -> Table:
     """A line per parameter, by unit: where it is cut, what a device holds, and why."""
     whole = sum(_at_rest(leaf) for leaf in plan.leaves if leaf.dim is None or leaf.placement.whole_at_rest)
     stored = sum(math.prod(leaf.rest_shape) * leaf.dtype.itemsize for leaf in plan.leaves)
     padding = stored - sum(leaf.size * leaf.dtype.itemsize for leaf in plan.leaves)
     notes = [f"{in_words(whole)} whole on every device"] if whole else []
     notes += [f"{in_words(padding)} padding"] if padding else []
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
-    table.add_column("parameter", f"{plan.num_params:,}")
+    table = Table(box=box.SIMPLE, show_footer=True)
+    table.add_column("parameter", f"{plan.num_params:,} parameters")
     table.add_column("shape")
     table.add_column("cut")
     table.add_column("per device", in_words(sum(map(_at_rest, plan.leaves))), justify="right")
@@ -79,14 +83,29 @@ def sharding_table(plan: Plan) -> Table:
     for leaf in plan.leaves:
         units.setdefault(leaf.unit, []).append(leaf)
     for unit, leaves in units.items():
-        count = f" [dim]{leaves[0].layers} units" if leaves[0].layers else ""
-        bytes_held = in_words(sum(map(_at_rest, leaves)))
-        table.add_row(f"[bold]{unit or 'root'}[/]{count}", "", "", f"[bold]{bytes_held}")
-        for leaf in leaves:
-            name = leaf.path.removeprefix(unit).strip(".") or leaf.path.rpartition(".")[2]
-            shape = " x ".join(map(str, leaf.shape)) or "scalar"
-            table.add_row(f"  {name}", shape, _cut(leaf), in_words(_at_rest(leaf)), leaf.reason)
+        names = [leaf.path for leaf in leaves]
+        if len(leaves) > 1:
+            layers, held = leaves[0].layers, in_words(sum(map(_at_rest, leaves)))
+            of_each = f"[dim], {layers} layers" if layers else ""
+            table.add_row(f"[bold]{unit or 'root'}[/]{of_each}", "", "", f"[bold]{held}")
+            names = ["  " + name.removeprefix(unit + ".") for name in names]
+        for name, leaf in zip(names, leaves):
+            shape, held = " x ".join(map(str, leaf.shape)) or "scalar", in_words(_at_rest(leaf))
+            first = Text(name, "" if len(leaves) > 1 else "bold")
+            table.add_row(first, shape, _cut(leaf), held, leaf.reason + _use(job, plan, leaf))
     return table
+
+
+def _use(job: Job, plan: Plan, leaf: ParamLayout) -> str:
+    """How a vocabulary table is used: Notes [Row exchange] and [Streamed head] in vocab.py."""
+    uses, words = plan.units.get(leaf.unit, UnitOptions()).uses, ""
+    if "embed" in uses:
+        kinds = {m.kind for m in planning.traffic(plan, tokens=job.tokens) if m.unit == leaf.unit}
+        words += ", rows exchanged" if "all-to-all" in kinds else ", gathered to look up"
+    if "head" in uses:
+        is_streamed = job.tokens * leaf.shape[0] * 4 > STREAM_ABOVE
+        words += ", streamed in slices" if is_streamed else ", logits at once"
+    return words
 
 
 def _cut(leaf: ParamLayout) -> str:
@@ -102,9 +121,39 @@ def _at_rest(leaf: ParamLayout) -> int:
     return math.prod(leaf.rest_shape) * leaf.dtype.itemsize // (leaf.placement.shards if is_cut else 1)
 
 
-def forecast(job: Job, plan: Plan) -> Iterator[Table]:
-    """The tables of a dry run."""
-    yield sharding_table(plan)
+def forecast(job: Job, plan: Plan, state: TrainState) -> Iterator[Table]:
+    """The tables of a dry run: units, memory and traffic of a device, by formula."""
+    yield sharding_table(job, plan)
+    saved = _layer_input(job, plan)
+    kept = planning.memory(plan, state, schedule=job.schedule, saved_per_layer=saved)
+    table = Table(box=box.SIMPLE, show_footer=True, title="Memory of a device", **_TITLE)
+    table.add_column("what", "and what a layer computes with" if saved else "and activations")
+    table.add_column("bytes", in_words(sum(one.bytes for one in kept)), justify="right")
+    table.add_column("formula", style="dim")
+    for one in kept:
+        if one.bytes:
+            table.add_row(one.name, in_words(one.bytes), one.formula)
+    yield table
+
+    how = dict(accumulate=job.config.data.accumulate, no_sync=not job.config.training.sync)
+    moves = planning.traffic(plan, schedule=job.schedule, tokens=job.tokens, **how)
+    table = Table(box=box.SIMPLE, show_footer=True, title="Traffic of a step", **_TITLE)
+    table.add_column("unit", "in all")
+    for name in ("collective", "over", "dtype"):
+        table.add_column(name)
+    table.add_column("passes", justify="right")
+    table.add_column("a device receives", in_words(sum(move.received for move in moves)), justify="right")
+    table.add_column("why", style="dim")
+    for move in moves:
+        over, received = " x ".join(move.axes), in_words(move.received)
+        table.add_row(move.unit, move.kind, over, move.dtype, f"{move.passes:.3g}", received, move.why)
+    yield table
+
+
+def _layer_input(job: Job, plan: Plan) -> int:
+    """Bytes that a layer saves for its backward pass, where that is its input alone; else 0, which is not known."""
+    widths = [leaf.shape[1] * leaf.param_dtype.itemsize for leaf in plan.leaves if leaf.never_whole]
+    return job.tokens * widths[0] if widths and job.config.model.remat == "full" else 0
 
 
 def summary(job: Job, history: Sequence[Record], throughput: Throughput) -> Table:
@@ -120,7 +169,7 @@ def summary(job: Job, history: Sequence[Record], throughput: Throughput) -> Tabl
         lines["held out"] = f"{last['eval_loss']:.3f} {unit}"
     if (rate := throughput.mean) is not None:
         each = rate / throughput.devices
-        lines["speed"] = f"{rate:,.0f} tokens/s, {each:,.0f} per device{_flops_words(job, each)}"
+        lines["speed"] = f"{rate:,.0f} tokens/s, {each:,.0f} a device{_flops_words(job, each)}"
     lines["compile"] = f"{throughput.compile_s:.1f} s, the first step included"
     if last["step"] < c.training.steps:
         lines["stopped"] = "by Ctrl-C, between two steps"
@@ -136,7 +185,8 @@ def _flops_words(job: Job, tokens_per_s: float) -> str:
     flops = job.model.family.flops(job.model.config, job.config.data.seq_len) * tokens_per_s
     peaks = {gpu.name: gpu.bf16_flops for gpu in GPUS.values()}
     peak = peaks.get(job.mesh.devices.flat[0].device_kind) if job.config.model.precision == "bf16" else None
-    return f", {flops / 1e12:,.3g} TFLOP/s each" + (f" ({flops / peak:.0%} of its peak)" if peak else "")
+    rate = f"{flops / 1e12:,.0f} TFLOP/s" if flops > 1e13 else f"{flops / 1e9:,.1f} GFLOP/s"
+    return f", {rate} of the model" + (f" ({flops / peak:.0%} of the peak)" if peak else "")
 
 
 def _curve(values: Sequence[float], width: int = 40) -> str:

@@ -157,7 +157,8 @@ def _call_and_free(fn: Callable, sharded: list[Sharded], tree, args):
 
     def backward(residuals, cotangents):
         shards, saved, x, consts = residuals
-        weights = collectives.gather(shards, layouts)
+        # The barrier keeps the compiler from finding the forward pass's gather again and holding on to its result.
+        weights = collectives.gather(jax.lax.optimization_barrier(shards), layouts)
         to_weights, to_x, to_consts, _ = split[-1].pullback(weights, saved, consts, [], cotangents)
         return [None] * len(layouts), _to_sinks(to_weights, sharded), fill_integers(to_x, x), fill_integers(to_consts, consts)
 

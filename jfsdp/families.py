@@ -1,0 +1,74 @@
+"""Model families: what a name on the command line stands for.
+
+Owns the look-up and nothing of any model: a family is a module, known by what it offers.
+
+Note [Families]
+A family is a module found under its name in the entry-point group `jfsdp.models`, or written out as
+`package.module:preset`. It offers `presets` (name -> config), `build(config, *, rngs, remat, schedule)`,
+`config_from(dict)` for a Hugging Face `config.json`, and `flops(config, seq_len)` to train on one token. A
+config has a `vocab_size`; what `build` makes has `loss(tokens, targets, weights, *, segments, positions)` and
+gives the sum over tokens and its weight.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Model(NamedTuple):
+    """What `--model` named. See Note [Families]."""
+
+    name: str
+    family: Any
+    config: Any
+
+
+def find_model(name: str) -> Model:
+    """The model that `name` means: a preset, a family, a path of a config.json, or `package.module:preset`.
+
+    Raises: ValueError for a name that is not known, with those that are, and for a config.json that no
+    family takes.
+    """
+    if name.endswith(".json") or os.sep in name:
+        return _from_config_json(Path(name))
+    module, _, preset = name.rpartition(":")
+    try:
+        families = {module: importlib.import_module(module)} if module else _families()
+    except ImportError as error:
+        raise ValueError(f"model {name!r}: {error}. Write package.module:preset, or a preset.") from error
+    known = {p: Model(p, family, c) for family in families.values() for p, c in family.presets.items()}
+    firsts = {family: next(iter(module.presets)) for family, module in families.items()}
+    if (preset := firsts.get(preset, preset)) not in known:
+        names = ", ".join(known)
+        raise ValueError(f"model {name!r} is unknown. Use one of {names}, or a path of a config.json.")
+    return known[preset]
+
+
+def _from_config_json(path: Path) -> Model:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        hf = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {path} is no config.json that can be read: {error}.") from error
+    refusals = []
+    for family in _families().values():
+        try:
+            return Model(str(path), family, family.config_from(hf))
+        except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            refusals.append(str(error))
+    raise ValueError(f"model {path}: no family takes it. {' '.join(refusals)}")
+
+
+def _families() -> dict[str, Any]:
+    """Installed families, and those of the source tree around this file, also before it is installed."""
+    found = {point.name: point.value for point in metadata.entry_points(group="jfsdp.models")}
+    if (project := Path(__file__).parents[1] / "pyproject.toml").exists():
+        here = tomllib.loads(project.read_text())["project"]["entry-points"]["jfsdp.models"]
+        found = {**here, **found}
+    return {name: importlib.import_module(module) for name, module in sorted(found.items())}
