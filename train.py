@@ -1,8 +1,8 @@
 """Train a language model with its parameters sharded over a mesh of devices: `python train.py --help`.
 
 What happens in a run: options are checked against devices, model and data (`jfsdp/cli.py`); the model is
-created sharded; each step reads a batch, computes and updates (`jfsdp/step.py`); now and then held-out data is
-evaluated; what was measured goes to the screen and to files (`jfsdp/metrics.py`).
+created sharded; each step reads a batch, computes and updates (`jfsdp/step.py`); now and then held-out data
+is evaluated; what was measured goes to the screen and to files (`jfsdp/metrics.py`, `jfsdp/tables.py`).
 """
 
 import sys
@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 from rich.console import Console
 
@@ -30,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = tables.console()
     console.print(tables.heading(job))
     if job.config.output.dry_run:
-        for table in tables.forecast(job, plan_module(job.make_model, **job.sharding)):
+        plan = plan_module(job.make_model, **job.sharding)
+        state = TrainState.abstract(optimizer(job.config.training, plan)[0], plan)
+        for table in tables.forecast(job, plan, state):
             console.print(table)
         return 0
     with cli.exits(1, FloatingPointError, cli.RunError):
@@ -41,9 +44,9 @@ def train(job: cli.Job, console: Console) -> int:
     """Create the model, take the steps, tell how it went."""
     config, steps = job.config, job.config.training.steps
     params, plan = fully_shard(job.make_model, **job.sharding)
-    console.print(tables.sharding_table(plan))
+    console.print(tables.sharding_table(job, plan))
 
-    tx, schedule = cli.optimizer(config.training, plan)
+    tx, schedule = optimizer(config.training, plan)
     state = TrainState.create(params, tx, plan, seed=config.training.seed)
     no_sync, clip_norm = not config.training.sync, config.training.clip_norm
     step = train_step(loss, tx, plan, accumulate=config.data.accumulate, no_sync=no_sync, clip_norm=clip_norm)
@@ -56,9 +59,10 @@ def train(job: cli.Job, console: Console) -> int:
         for writer in writers:
             stack.callback(writer.close)
         for number, batch in enumerate(ahead(job.batches, plan, steps), start=1):
+            lr = schedule(number - 1)
             state, result = step(state, batch)
             timing = throughput.step(result, tokens=result.pop("weight"), places=job.places)
-            values = dict(result, lr=schedule(number - 1))
+            values = dict(result, lr=lr)
             if job.evaluates_after(number) and not stop.is_set():
                 values["eval_loss"] = evaluate(state.params)
                 throughput.restart()
@@ -69,6 +73,15 @@ def train(job: cli.Job, console: Console) -> int:
                 break
     console.print(tables.summary(job, history, throughput))
     return 130 if stop.is_set() else 0
+
+
+def optimizer(config: cli.TrainingConfig, plan: Plan) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW, and its learning rate as a function of the updates done."""
+    warmup, lr = config.warmup_steps, config.lr
+    schedule = optax.warmup_cosine_decay_schedule(lr / max(warmup, 1), lr, warmup, config.steps, lr / 10)
+    is_matrix = plan.map(lambda leaf: len(leaf.shape) >= 2)  # of one layer: a stack of norms is no matrix
+    tx = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=is_matrix)
+    return tx, schedule
 
 
 def loss(model: nnx.Module, batch: data.Row, key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,37 @@
+"""PyTorch FSDP's semantics for JAX and Flax: sharded training with every collective written down."""
+
+from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
+from jfsdp.mesh import make_mesh, simulate_devices
+from jfsdp.precision import MixedPrecision
+from jfsdp.schedule import Schedule
+from jfsdp.stack import Stack, run_stack
+from jfsdp.step import Auxiliary, TrainState, TrainStep, eval_step, train_step
+from jfsdp.strategy import ShardingStrategy
+from jfsdp.unit import call, unshard
+from jfsdp.vocab import Embed, Head
+from jfsdp.wrap import fully_shard, plan_module
+
+__all__ = [
+    "Auxiliary",
+    "Embed",
+    "Head",
+    "MixedPrecision",
+    "ParamLayout",
+    "Plan",
+    "Schedule",
+    "ShardingStrategy",
+    "Stack",
+    "TrainState",
+    "TrainStep",
+    "UnitOptions",
+    "call",
+    "eval_step",
+    "fully_shard",
+    "make_mesh",
+    "make_plan",
+    "plan_module",
+    "run_stack",
+    "simulate_devices",
+    "train_step",
+    "unshard",
+]

@@ -210,7 +210,8 @@ def make_plan(
     """Lay out a pytree of arrays or `jax.ShapeDtypeStruct` on `mesh`.
 
     units: options by path prefix ("blocks", "embed"); the longest match wins and the rest is the root unit "".
-    Raises: ValueError for a prefix that matches no parameter, TypeError for a parameter that is not floating.
+    Raises: ValueError for a prefix that matches no parameter and for a stacked unit whose leaves have unequal numbers of
+        layers, TypeError for a parameter that is not floating.
     """
     units = dict(units or {})
     placement = resolve(strategy, mesh)
@@ -224,6 +225,7 @@ def make_plan(
         unit = max((p for p in units if _under(path, p)), key=len, default="")
         options = units.get(unit, UnitOptions())
         layouts.append(_layout(path, unit, leaf, options, placement, options.precision or precision))
+    _check_layers(layouts)
     return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, view)
 
 
@@ -245,6 +247,17 @@ def unpad(w, leaf: ParamLayout):
     if leaf.dim is None or leaf.padded == leaf.shape[leaf.dim]:
         return w
     return jax.lax.slice_in_dim(w, 0, leaf.shape[leaf.dim], axis=w.ndim - len(leaf.shape) + leaf.dim)
+
+
+def _check_layers(layouts: list[ParamLayout]) -> None:
+    first: dict[str, ParamLayout] = {}
+    for leaf in layouts:
+        other = first.setdefault(leaf.unit, leaf)
+        if leaf.layers != other.layers:
+            raise ValueError(
+                f"{leaf.path} has {leaf.layers} layers and {other.path} has {other.layers}; the leaves of a stacked unit need "
+                f"equal counts. Give {leaf.path!r} a unit of its own."
+            )
 
 
 def _under(path: str, prefix: str) -> bool:

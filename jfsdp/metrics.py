@@ -126,7 +126,7 @@ class JsonLines:
 
     def __init__(self, path: Path):
         if not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}. Make it, or name another.")
+            raise ValueError(f"{path}: there is no folder {path.parent}; make it or name another.")
         if path.is_dir():
             raise ValueError(f"{path} is a folder. Name a file in it, such as {path / 'metrics.jsonl'}.")
         self._file = path.open("w", buffering=1)  # a line at a time: `tail -f` works and a crash loses nothing
@@ -164,8 +164,9 @@ class Screen:
     def __init__(self, console: Console, steps: int, throughput: Throughput):
         self._console, self._steps, self._throughput = console, steps, throughput
         self._last = (0, time.monotonic())
-        columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        words = (TextColumn("{task.description} "), TimeRemainingColumn(compact=True), TextColumn("[cyan]left"))
+        columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), *words)
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("[dim]compiling", total=steps)
         self._bar.start()
 
@@ -173,8 +174,9 @@ class Screen:
         step, now = record["step"], time.monotonic()
         text = describe(record, self._throughput.recent)
         self._bar.update(self._task, completed=step, description=text)
-        is_due = step == 1 or step >= self._last[0] + self._steps / 20 or now - self._last[1] >= 30
-        if "eval_loss" in record or (self._bar.disable and is_due):
+        since, seconds = step - self._last[0], now - self._last[1]
+        is_due = self._bar.disable and (step == 1 or since >= self._steps / 20 or seconds >= 30)
+        if is_due or "eval_loss" in record:
             self._last = (step, now)
             self._console.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}")
 

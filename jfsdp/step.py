@@ -18,6 +18,7 @@ runs the all-reduce over replicas. The program holds two backward loops, however
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -107,15 +108,20 @@ class TrainStep:
         self.accumulate, self.no_sync = accumulate, no_sync
         self.clip_norm, self.norm_type, self.nonfinite = clip_norm, norm_type, nonfinite
         self._donate, self._options = donate, options
+        self._made = lambda: None  # weak reference to the last state that this step returned
 
     def __call__(self, state: TrainState, batch) -> tuple[TrainState, dict[str, Array]]:
         """One optimizer step on a global batch (arrays with equal leading size, a multiple of devices x accumulate).
 
         Gives the new state and metrics: `loss`, `weight` (tokens counted), `grad_norm`, `skipped`, and the auxiliary losses.
-        Raises: ValueError for a batch that does not divide; FloatingPointError under nonfinite="raise".
+        Raises: ValueError for a batch that does not divide, or a state in which two leaves share a buffer;
+            FloatingPointError under nonfinite="raise".
         """
         self.check_batch(batch)
+        if self._donate and self._made() is not state:
+            check_separate_buffers(state)
         state, metrics = self.jitted(state, batch)
+        self._made = weakref.ref(state)
         if self.nonfinite == "raise" and bool(jnp.any(metrics["bad"])):
             raise FloatingPointError(self._explain(state, metrics))
         return state, {k: v for k, v in metrics.items() if k != "bad"}
@@ -189,7 +195,8 @@ class TrainStep:
         micro = jax.tree.map(lambda a: a.reshape(n, a.shape[0] // n, *a.shape[1:]), batch)
         keys = jax.random.split(_own_key(key, axes), n)
         terms = partial(loss_terms, self.loss, plan.view)
-        weights = total_weights(terms, plan, params, micro, keys, axes)
+        totals = total_weights(terms, plan, params, micro, keys, axes)
+        weights = {name: jnp.where(w == 0, 1, w) for name, w in totals.items()}  # nothing counted: the loss is 0, not NaN
 
         def backward(held, batch, key, regime: Regime):
             def objective(slots):
@@ -216,7 +223,7 @@ class TrainStep:
             sums = {name: last_sums[name] + s.sum() for name, s in sums.items()}
         norm_sums = self._norm_sums(grads)
         metrics = {name: collectives.total(s, axes) / weights[name] for name, s in sums.items()}
-        metrics |= {"weight": weights["loss"], "grad_norm": global_norm(norm_sums, self.norm_type)}
+        metrics |= {"weight": totals["loss"], "grad_norm": global_norm(norm_sums, self.norm_type)}
         return grads, metrics, norm_sums
 
     def _norm_sums(self, grads) -> Array:
@@ -348,7 +355,7 @@ def loss_terms(loss: Callable, view: Callable, params, batch, key) -> dict[str, 
 
 
 def total_weights(terms: Callable, plan: Plan, params, micro, keys, axes) -> dict[str, Array]:
-    """Total weight of each loss over all devices and micro-batches, without running the model; 1 where it would be 0.
+    """Total weight of each loss over all devices and micro-batches, without running the model.
 
     Raises: ValueError when a weight depends on the parameters or on random numbers.
     """
@@ -373,8 +380,7 @@ def total_weights(terms: Callable, plan: Plan, params, micro, keys, axes) -> dic
         return [collectives.vary(w, axes) for w in jax.core.eval_jaxpr(jaxpr, traced.consts, *leaves)]
 
     sums = [w.sum() for w in jax.lax.map(count, micro)]
-    totals = jax.tree.unflatten(jax.tree.structure(shape), [collectives.total(s, axes) for s in sums])
-    return {name: jnp.where(w == 0, 1, w) for name, w in totals.items()}
+    return jax.tree.unflatten(jax.tree.structure(shape), [collectives.total(s, axes) for s in sums])
 
 
 def check_separate_buffers(state) -> None:

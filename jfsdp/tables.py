@@ -169,7 +169,7 @@ def summary(job: Job, history: Sequence[Record], throughput: Throughput) -> Tabl
         lines["held out"] = f"{last['eval_loss']:.3f} {unit}"
     if (rate := throughput.mean) is not None:
         each = rate / throughput.devices
-        lines["speed"] = f"{rate:,.0f} tokens/s, {each:,.0f} a device{_flops_words(job, each)}"
+        lines["speed"] = f"{rate:,.0f} tokens/s, {each:,.0f} a device, {_flops_words(job, each)}"
     lines["compile"] = f"{throughput.compile_s:.1f} s, the first step included"
     if last["step"] < c.training.steps:
         lines["stopped"] = "by Ctrl-C, between two steps"
@@ -186,7 +186,7 @@ def _flops_words(job: Job, tokens_per_s: float) -> str:
     peaks = {gpu.name: gpu.bf16_flops for gpu in GPUS.values()}
     peak = peaks.get(job.mesh.devices.flat[0].device_kind) if job.config.model.precision == "bf16" else None
     rate = f"{flops / 1e12:,.0f} TFLOP/s" if flops > 1e13 else f"{flops / 1e9:,.1f} GFLOP/s"
-    return f", {rate} of the model" + (f" ({flops / peak:.0%} of the peak)" if peak else "")
+    return f"{rate} each" + (f" ({flops / peak:.0%} of the peak)" if peak else "")
 
 
 def _curve(values: Sequence[float], width: int = 40) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfsdp import audit
 from jfsdp.layout import Plan, UnitOptions, make_plan
 from jfsdp.mesh import make_mesh, parse_mesh
+from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.step import TrainState, TrainStep, train_step
 from jfsdp.unit import call, unshard
 
 UNITS = {"blocks": UnitOptions(stacked=True), "head": UnitOptions()}
@@ -113,3 +118,48 @@ def assert_close(got, want, relative: float, plan: Plan | None = None) -> None:
 
 def bitwise_equal(a, b) -> bool:
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+@dataclass(frozen=True)
+class Compiled:
+    """A step compiled for simulated devices, and what the audit reads from it; `compiled(state, batch)` runs it."""
+
+    step: TrainStep
+    plan: Plan
+    lowered: object
+    compiled: object
+
+    @cached_property
+    def program(self) -> audit.Program:
+        return audit.read(self.compiled, self.plan.mesh)
+
+    @cached_property
+    def asked(self) -> list[audit.Collective]:
+        """The collectives as JAX asked for them: the dtypes on the wire."""
+        return audit.lowered_collectives(self.lowered, self.plan.mesh)
+
+    @cached_property
+    def memory(self) -> audit.Memory:
+        return audit.memory(self.compiled)
+
+
+def compile_step(
+    loss,
+    params,
+    batch,
+    mesh: str,
+    strategy=None,
+    units=UNITS,
+    precision=MixedPrecision(),
+    tx=None,
+    **options,
+) -> Compiled:
+    """Compile a step for parameters and a batch given as arrays or as shapes; allocates nothing."""
+    plan = make_plan(params, submesh(mesh), strategy=strategy, units=units, precision=precision)
+    tx = optax.sgd(0.1) if tx is None else tx
+    step = train_step(loss, tx, plan, **options)
+    lowered = step.lower(TrainState.abstract(tx, plan), batch)
+    return Compiled(step, plan, lowered, lowered.compile())
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)

@@ -317,6 +317,7 @@ A100, H100, TURING = (8, 0), (9, 0), (7, 5)
     ("cudnn", dict(dtype=jnp.float16)),
     ("cudnn", dict(head_dim=256, capability=H100)),
     ("chunked", dict(head_dim=256)),
+    ("chunked", dict(head_dim=264, capability=H100)),
     ("chunked", dict(head_dim=100)),
     ("chunked", dict(dtype=jnp.float32)),
     ("chunked", dict(capability=TURING)),
