@@ -52,7 +52,7 @@ def train(job: cli.Job, console: Console) -> int:
     step = train_step(loss, tx, plan, accumulate=config.data.accumulate, no_sync=no_sync, clip_norm=clip_norm)
     evaluate = evaluation(job, plan)
 
-    throughput, history = Throughput(plan.mesh.devices.size), []
+    throughput, losses = Throughput(plan.mesh.devices.size), []
     with ExitStack() as stack:
         stop = stack.enter_context(cli.stops_between_steps())
         writers = [*job.writers, Screen(console, steps, throughput)]
@@ -66,12 +66,13 @@ def train(job: cli.Job, console: Console) -> int:
             if job.evaluates_after(number) and not stop.is_set():
                 values["eval_loss"] = evaluate(state.params)
                 throughput.restart()
-            history.append(record(number, timing, **values, **memory()))
+            last = record(number, timing, **values, **memory())
+            losses.append(last["loss"])
             for writer in writers:
-                writer.write(history[-1])
+                writer.write(last)
             if stop.is_set():
                 break
-    console.print(tables.summary(job, history, throughput))
+    console.print(tables.summary(job, losses, last, throughput))
     return 130 if stop.is_set() else 0
 
 

@@ -101,6 +101,11 @@ class DataConfig:
     end_of_document: Annotated[DisallowNone[int | None], _or_else("ID", "none: all is one document")] = None
     """The id that closes a document in a file of token ids."""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether a token is a byte."""
+        return self.data is None or self.data.suffix.lower() not in (".npy", ".bin")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:

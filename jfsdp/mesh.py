@@ -28,13 +28,7 @@ def parse_mesh(text: str, device_count: int) -> tuple[int, int]:
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)", text.strip().lower())
     if not match:
         raise ValueError(f"mesh {text!r} is not understood. Write REPLICASxSHARDS such as 4x8, a count of shards such as 8, or auto.")
-    replica, shard = int(match[1] or 1), int(match[2])
-    if replica < 1 or shard < 1:
-        raise ValueError(
-            f"mesh {text!r} has {replica} x {shard} = {replica * shard} devices and {device_count} are present; "
-            f"both sizes count devices, so use 1 or more, for example 1x{device_count}."
-        )
-    return replica, shard
+    return _positive(int(match[1] or 1), int(match[2]), device_count)
 
 
 def make_mesh(spec: str | tuple[int, int] = "auto", *, devices=None, allow_idle: bool = False) -> Mesh:
@@ -46,7 +40,7 @@ def make_mesh(spec: str | tuple[int, int] = "auto", *, devices=None, allow_idle:
     Raises: ValueError when the product does not match the devices, or a shard group would straddle hosts unevenly.
     """
     devices = list(jax.devices() if devices is None else devices)
-    replica, shard = parse_mesh(spec, len(devices)) if isinstance(spec, str) else spec
+    replica, shard = parse_mesh(spec, len(devices)) if isinstance(spec, str) else _positive(*spec, len(devices))
     wanted, present = replica * shard, len(devices)
     if wanted > present:
         raise ValueError(
@@ -92,6 +86,15 @@ def simulate_devices(count: int) -> None:
 def axis_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     """Number of devices along `axes` together."""
     return int(np.prod([mesh.shape[a] for a in axes], dtype=int))
+
+
+def _positive(replica: int, shard: int, present: int) -> tuple[int, int]:
+    if replica < 1 or shard < 1:
+        raise ValueError(
+            f"mesh {replica}x{shard} has {replica} x {shard} = {replica * shard} devices and {present} are present; "
+            f"both sizes count devices, so use 1 or more, for example 1x{present}."
+        )
+    return replica, shard
 
 
 def _check_hosts(devices, replica: int, shard: int) -> None:

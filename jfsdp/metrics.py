@@ -53,7 +53,7 @@ class Throughput:
     """The clock of a run on `devices` devices. See Note [Time of a step]."""
 
     def __init__(self, devices: int, *, clock: Callable[[], float] = time.perf_counter, window: int = 20):
-        self.devices, self.compile_s = devices, None
+        self.devices, self.compile_s, self.total_tokens = devices, None, 0
         self._clock, self._since = clock, clock()
         self._tokens, self._seconds = 0.0, 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=window)
@@ -71,6 +71,7 @@ class Throughput:
         now = self._clock()
         seconds, self._since = now - self._since, now
         tokens = _whole(float(tokens))
+        self.total_tokens += tokens
         count = dict(tokens=tokens, padding_tokens=places - tokens)
         if self.compile_s is None:
             self.compile_s = seconds
@@ -129,7 +130,7 @@ class JsonLines:
             raise ValueError(f"{path}: there is no folder {path.parent}; make it or name another.")
         if path.is_dir():
             raise ValueError(f"{path} is a folder. Name a file in it, such as {path / 'metrics.jsonl'}.")
-        self._file = path.open("w", buffering=1)  # a line at a time: `tail -f` works and a crash loses nothing
+        self._file = path.open("w", buffering=1)  # line by line: `tail -f` works and a crash loses nothing
 
     def write(self, record: Record) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -164,8 +165,8 @@ class Screen:
     def __init__(self, console: Console, steps: int, throughput: Throughput):
         self._console, self._steps, self._throughput = console, steps, throughput
         self._last = (0, time.monotonic())
-        words = (TextColumn("{task.description} "), TimeRemainingColumn(compact=True), TextColumn("[cyan]left"))
-        columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), *words)
+        words, left = TextColumn("{task.description} "), TimeRemainingColumn(compact=True)
+        columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), words, left, TextColumn("[cyan]left"))
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("[dim]compiling", total=steps)
         self._bar.start()

@@ -8,8 +8,7 @@ Note [One layer at a time]
 A stacked leaf `[L, ...]` is L parameters. The transformation is mapped with `vmap` over the layer dim of stacked
 leaves alone, so it sees the shape of one layer: `ndim` tests, Adafactor's factors, LAMB's ratios and Muon's
 matrices mean what they mean for separate layers, and the program does not grow with L. A transformation that
-mixes parameters (a global norm inside the chain) cannot be mapped so; JAX refuses it instead of computing a
-norm per layer.
+mixes parameters (a global norm inside the chain) would see one layer of each stack at a time, so it is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
 from jfsdp.layout import ParamLayout, Plan, pad, path_name, unpad
+from jfsdp.precision import wide
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,19 @@ class _StateLeaf:
 
 
 class Optimizer:
-    """`tx` for the parameters of `plan`. States come and go as stored arrays (padded, sharded)."""
+    """`tx` for the parameters of `plan`. States come and go as stored arrays (padded, sharded).
+
+    Raises: ValueError when `tx` mixes parameters and some of them are stacked.
+    """
 
     def __init__(self, tx: optax.GradientTransformation, plan: Plan):
         self.tx, self.plan = tx, plan
         one_layer = plan.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        self.leaves = _state_leaves(jax.eval_shape(tx.init, one_layer), plan)
+        state = jax.eval_shape(tx.init, one_layer)
+        self.leaves = _state_leaves(state, plan)
         self._stacked = sorted({leaf.unit for leaf in plan.leaves if leaf.layers is not None})
+        if self._stacked:
+            _check_separate(tx, plan, one_layer, state)
 
     @property
     def state_shardings(self):
@@ -118,10 +125,25 @@ def global_norm(sums: jax.Array, norm_type: float) -> jax.Array:
 
 def gradient_sums(grad: jax.Array, norm_type: float) -> jax.Array:
     """What one local gradient adds to the norm, in float32 or wider: sum of |g|^p, or max |g| for infinity."""
-    g = jnp.abs(grad.astype(jnp.promote_types(grad.dtype, jnp.float32)))
+    g = jnp.abs(grad.astype(wide(grad.dtype)))
     if math.isinf(norm_type):
         return jnp.max(g, initial=0.0)
     return jnp.sum(g * g if norm_type == 2 else g**norm_type)
+
+
+def _check_separate(tx: optax.GradientTransformation, plan: Plan, params, state) -> None:
+    """Refuse a transformation in which one parameter's update reads another's gradient. See Note [One layer at a time]."""
+    traced, (updates, _) = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
+    others = [False] * (len(traced.jaxpr.outvars) - len(jax.tree.leaves(updates)))
+    for i, leaf in enumerate(plan.leaves):
+        wanted = [j == i for j in range(len(plan.leaves))] + others
+        _, used = pe.dce_jaxpr(traced.jaxpr, wanted)
+        if read := [other.path for other, is_read in zip(plan.leaves, used) if is_read and other is not leaf]:
+            raise ValueError(
+                f"the optimizer mixes parameters: the update of {leaf.path} reads the gradient of {read[0]}. The layers of "
+                "a stack are updated one at a time, so it would see one layer only. Clip by global norm with "
+                "train_step(clip_norm=...) instead of optax.clip_by_global_norm, and skip bad steps with nonfinite='skip'."
+            )
 
 
 def _state_leaves(state, plan: Plan) -> Any:

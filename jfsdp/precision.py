@@ -28,6 +28,11 @@ class MixedPrecision:
                 object.__setattr__(self, field, parse_dtype(value, field))
 
 
+def wide(dtype) -> jnp.dtype:
+    """The dtype of sums, norms and losses over values of `dtype`: float32, and float64 for float64."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
 def parse_dtype(value, field: str = "dtype") -> jnp.dtype:
     """A floating dtype from its name ("bf16", "float32") or from a dtype.
 

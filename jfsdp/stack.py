@@ -224,14 +224,14 @@ def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule
 
     run = jax.custom_vjp(primal)
     run.defvjp(forward, backward, symbolic_zeros=True)
-    x, out = run([p.slot for p in leaves], [p.shard for p in leaves], [p.held for p in leaves], x, inputs, shared)
+    x, out = run([p.slot for p in leaves], [p.shard for p in leaves], [p.take_held() for p in leaves], x, inputs, shared)
     return jax.tree.unflatten(x_tree, x), jax.tree.unflatten(out_tree[-1], out)
 
 
 class Stack(nnx.Module):
     """L equal blocks as one module: parameters are stacked `[L, ...]`, `stack(x, *shared)` runs them in order.
 
-    make_block: `make_block(rngs) -> nnx.Module`, called once per layer under `vmap`; each layer has its own keys.
+    make_block: `make_block(rngs) -> nnx.Module`, traced once for all layers; each layer has its own keys.
     remat: activation checkpointing of each block, see `checkpointed`.
     schedule: when gathers and reductions run; used inside a sharded step only.
 
@@ -244,7 +244,8 @@ class Stack(nnx.Module):
         self.num_layers, self.remat, self.schedule = num_layers, remat, schedule
         keys = jax.random.split(rngs.params(), num_layers)
         graph = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(keys[0]))))[0]
-        self.each = nnx.merge(graph, jax.vmap(lambda key: nnx.state(make_block(nnx.Rngs(key))))(keys))
+        # One layer after the other: all at once would hold the random bits of every layer beside the parameters.
+        self.each = nnx.merge(graph, lax.map(lambda key: nnx.state(make_block(nnx.Rngs(key))), keys))
 
     def __call__(self, x, *shared):
         graph, params = nnx.split(self.each)

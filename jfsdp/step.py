@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec
 from jfsdp import collectives
 from jfsdp.gpu import compiler_options
 from jfsdp.layout import Plan, pad, unpad
+from jfsdp.precision import wide
 from jfsdp.optim import Optimizer, global_norm, gradient_sums
 from jfsdp.unit import Regime, empty_slot, enter, track
 
@@ -114,10 +115,11 @@ class TrainStep:
         """One optimizer step on a global batch (arrays with equal leading size, a multiple of devices x accumulate).
 
         Gives the new state and metrics: `loss`, `weight` (tokens counted), `grad_norm`, `skipped`, and the auxiliary losses.
-        Raises: ValueError for a batch that does not divide, or a state in which two leaves share a buffer;
-            FloatingPointError under nonfinite="raise".
+        Raises: ValueError for a batch that does not divide, and for a state of another plan or in which two leaves share
+            a buffer; FloatingPointError under nonfinite="raise".
         """
         self.check_batch(batch)
+        self._check_plan(state)
         if self._donate and self._made() is not state:
             check_separate_buffers(state)
         state, metrics = self.jitted(state, batch)
@@ -129,6 +131,7 @@ class TrainStep:
     def lower(self, state, batch):
         """The lowered step for real or abstract arguments; `.compile()` gives the program that a run would use."""
         self.check_batch(batch)
+        self._check_plan(state)
         return self.jitted.lower(state, batch)
 
     @cached_property
@@ -154,6 +157,13 @@ class TrainStep:
             nearest = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
                 f"a batch of {size} rows does not divide by {devices} devices x {self.accumulate} micro-batches = {share}. Use {nearest} rows."
+            )
+
+    def _check_plan(self, state: TrainState) -> None:
+        if state.plan is not self.plan:
+            raise ValueError(
+                "the state was made with another plan than the step, even if both say the same. "
+                "Make one plan and pass it to TrainState.create and to train_step."
             )
 
     # ---------------------------------------------------------------- one step
@@ -361,7 +371,7 @@ def total_weights(terms: Callable, plan: Plan, params, micro, keys, axes) -> dic
     """
 
     def only_weights(params, batch, key):
-        return {name: jnp.asarray(t.weight, jnp.promote_types(t.sum.dtype, jnp.float32)) for name, t in terms(params, batch, key).items()}
+        return {name: jnp.asarray(t.weight, wide(t.sum.dtype)) for name, t in terms(params, batch, key).items()}
 
     entered = _enter(plan, params, None, None, Regime())
     example = _at(micro, 0)

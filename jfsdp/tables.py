@@ -78,7 +78,7 @@ def sharding_table(job: Job, plan: Plan) -> Table:
     table.add_column("shape")
     table.add_column("cut")
     table.add_column("per device", in_words(sum(map(_at_rest, plan.leaves))), justify="right")
-    table.add_column("why", "; ".join(notes) or "nothing is whole, nothing is padded", style="dim")
+    table.add_column("why", "; ".join(notes) or "none whole, none padded", style="dim")
     units: dict[str, list[ParamLayout]] = {}
     for leaf in plan.leaves:
         units.setdefault(leaf.unit, []).append(leaf)
@@ -151,18 +151,17 @@ def forecast(job: Job, plan: Plan, state: TrainState) -> Iterator[Table]:
 
 
 def _layer_input(job: Job, plan: Plan) -> int:
-    """Bytes that a layer saves for its backward pass, where that is its input alone; else 0, which is not known."""
+    """Bytes that a layer saves for its backward pass, where that is its input alone; else 0: not known."""
     widths = [leaf.shape[1] * leaf.param_dtype.itemsize for leaf in plan.leaves if leaf.never_whole]
     return job.tokens * widths[0] if widths and job.config.model.remat == "full" else 0
 
 
-def summary(job: Job, history: Sequence[Record], throughput: Throughput) -> Table:
-    """How a run went, and how to go on."""
-    c, last = job.config, history[-1]
-    losses = [one["loss"] for one in history]
-    unit = "nats per token" if c.data.data and c.data.data.suffix.lower() in (".npy", ".bin") else "nats per byte"
+def summary(job: Job, losses: Sequence[float], last: Record, throughput: Throughput) -> Table:
+    """How a run went, and how to go on; `losses` of all steps and the record of the last one."""
+    c = job.config
+    unit = f"nats per {'byte' if c.data.is_text else 'token'}"
     lines = {
-        "steps": f"{last['step']} of {c.training.steps}, {sum(one['tokens'] for one in history):,} tokens",
+        "steps": f"{last['step']} of {c.training.steps}, {throughput.total_tokens:,} tokens",
         "loss": f"{losses[0]:.3f} [cyan]{_curve(losses)}[/] {losses[-1]:.3f} {unit}",
     }
     if "eval_loss" in last:

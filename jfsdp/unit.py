@@ -14,7 +14,8 @@ of a shard), so the step differentiates with respect to stand-ins whose values a
 A unit's gradient is reduced once, however often its parameters are used (tied weights, a block applied twice):
 JAX adds up what the uses hand back, and `track`, the one place where the parameters entered the loss, reduces
 the sum. A use that can do better, the vocabulary's, hands back a piece through the slot that `track` gives it.
-The layers of a `Stack` are used once, so the stack reduces inside its own loop, straight into the slot.
+The layers of a `Stack` are nearly always used once, so the stack reduces inside its own loop, straight into the
+slot, and adds there what is held; a second use under accumulation would add it again and is refused.
 
 Note [Accumulation]
 Micro-batches before the last return what was held plus what they add. The last one takes what is held in,
@@ -55,7 +56,13 @@ class Regime:
         return self.no_sync and not leaf.never_whole
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("shard", "slot", "held", "sink"), meta_fields=("layout", "regime"))
+class Once:
+    """Whether, in one tracing of a loss, a use has taken what is held. Compared by identity."""
+
+    taken = False
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("shard", "slot", "held", "sink"), meta_fields=("layout", "regime", "once"))
 @dataclass(frozen=True)
 class Sharded:
     """A parameter inside the step, as this device holds it. See Note [Where gradients come out]."""
@@ -68,11 +75,25 @@ class Sharded:
     sink: Array | None
     layout: ParamLayout
     regime: Regime
+    once: Once
+
+    def take_held(self) -> Array | None:
+        """What is held, for the one use that adds it to its own gradient.
+
+        Raises: NotImplementedError the second time, because it would be added twice.
+        """
+        if self.held is not None and self.once.taken:
+            raise NotImplementedError(
+                f"{self.layout.path} goes through a stack more than once in a step that accumulates micro-batches. Use accumulate=1 "
+                "with a larger batch, or give each pass its own layers."
+            )
+        self.once.taken = True
+        return self.held
 
 
 def enter(shard: Array, slot: Array | None, held: Array | None, leaf: ParamLayout, regime: Regime = Regime()) -> Sharded:
     """A parameter at the start of a loss. `slot` is None where no gradient is wanted (evaluation)."""
-    return Sharded(shard, slot, held, None, leaf, regime)
+    return Sharded(shard, slot, held, None, leaf, regime, Once())
 
 
 def empty_slot(leaf: ParamLayout, regime: Regime) -> Array:
@@ -223,7 +244,7 @@ def _track_unit(params: list[Sharded]) -> list[Sharded]:
     enter_unit = jax.custom_vjp(places)
     enter_unit.defvjp(forward, backward, symbolic_zeros=True)
     pairs = enter_unit([p.slot for p in params], [p.held for p in params])
-    return [Sharded(p.shard, slot, None, sink, p.layout, regime) for p, (sink, slot) in zip(params, pairs)]
+    return [Sharded(p.shard, slot, None, sink, p.layout, regime, p.once) for p, (sink, slot) in zip(params, pairs)]
 
 
 def _to_sinks(grads: Arrays, params: list[Sharded]) -> list:

@@ -29,13 +29,16 @@ from jax import Array, lax
 
 from jfsdp import collectives
 from jfsdp.layout import ParamLayout
+from jfsdp.precision import wide
 from jfsdp.schedule import Reducer, Schedule
 from jfsdp.unit import Regime, Sharded, call, is_sharded, unshard
 
 STREAM_ABOVE = 64 << 20
 """Bytes of float32 logits per device above which the head is streamed."""
-SLICE_ROWS = 8192
-"""At most this many rows of the vocabulary in one slice of the streamed head."""
+SLICE_ROWS = 2048
+"""At most this many rows of the vocabulary in one slice of the streamed head. The last slice's reduction has little to
+hide behind, so slices are small: compiled for a 1B model on 8 H100 (JAX 0.10.2), 8192, 4096 and 2048 rows leave 424, 345
+and 262 us of a step exposed, in 4,179, 4,143 and 4,105 MiB."""
 
 
 class Embed(nnx.Module):
@@ -113,7 +116,7 @@ def cross_entropy(table: Sharded | Array, h: Array, targets: Array, *, stream_ab
 def _logits(table: Array, h: Array) -> Array:
     # Out of the matmul in the compute dtype, then wide: a wide output would run it at a fraction of its speed.
     z = jnp.einsum("...d,vd->...v", h.astype(table.dtype), table)
-    return z.astype(jnp.promote_types(z.dtype, jnp.float32))
+    return z.astype(wide(z.dtype))
 
 
 def _nll(table: Array, h: Array, targets: Array) -> Array:
@@ -150,7 +153,9 @@ class _Streamed:
     def __init__(self, table: Sharded, slice_rows: int):
         self.table, self.leaf = table, table.layout
         rows = self.leaf.shape[0]
-        self.count = -(-rows // slice_rows)
+        least = -(-rows // slice_rows)
+        # A count that leaves no rest, where one is near: a rest is a small unit of its own, with nothing to hide behind.
+        self.count = next((n for n in range(least, 2 * least) if rows % n == 0), least)
         self.rows = rows // self.count
         self.rest = rows - self.count * self.rows  # rows that do not fill a slice: one more unit, outside the loop
         self.slices = self._unit(self.rows, self.count)
@@ -164,8 +169,7 @@ class _Streamed:
 
     def forward(self, shard, slot, h, targets):
         h_compute = h.astype(self.leaf.param_dtype)
-        wide = jnp.promote_types(h_compute.dtype, jnp.float32)
-        start = [jnp.full(h.shape[:1], fill, wide) for fill in (-jnp.inf, 0.0, 0.0)]
+        start = [jnp.full(h.shape[:1], fill, wide(h_compute.dtype)) for fill in (-jnp.inf, 0.0, 0.0)]
         state = tuple(collectives.vary(a, self.axes) for a in start)
         if self.rest:
             state = _absorb_slice(state, self._fetch_rest(shard), h_compute, targets, self.count * self.rows)

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from itertools import count
 from pathlib import Path
 
 import jax
@@ -22,13 +21,14 @@ import train
 from jfsdp import cli, data
 from jfsdp import plan as planning
 from jfsdp.families import find_model
+from jfsdp.metrics import JsonLines
 from jfsdp.wrap import plan_module
 
 from .support import submesh
 
 ROOT = Path(train.__file__).parent
 TINY = dict(
-    model_type="llama", vocab_size=256, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+    model_type="llama", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, intermediate_size=32, rms_norm_eps=1e-5,
 )
 FLAGS = (
@@ -184,7 +184,7 @@ def test_help_names_every_option(capsys):
 
 def test_a_file_gives_defaults_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('mesh = "2x4"\nbatch-size = 32\nseq_len = 64\nlr = 0.5\nallow-idle = true\nsync = false\n')
+    file.write_text('mesh = "2x4"\nbatch-size = 32\nseq_len = 64\nlr = 0.5\nallow-idle = true\nsync = false')
     config = cli.parse(["--config", str(file), "--lr", "0.25", "--no-allow-idle"])
     assert (config.devices.mesh, config.data.batch_size, config.data.seq_len) == ("2x4", 32, 64)
     assert (config.training.lr, config.devices.allow_idle, config.training.sync) == (0.25, False, False)
@@ -224,11 +224,10 @@ def test_matrices_decay_and_norms_of_a_stack_do_not():
 
 
 def test_a_run_prints_its_story_and_writes_its_metrics(here, capsys):
-    words = ["--mesh", "2x4", "--accumulate", "2", "--steps", "5", "--eval-every", "2", "--metrics", "m.jsonl"]
-    assert run(*words) == 0
+    assert run(*"--mesh 2x4 --accumulate 2 --steps 5 --eval-every 2 --metrics m.jsonl".split()) == 0
     said = capsys.readouterr().out
     assert "16 sequences of 32 tokens = 8 devices x 2 micro-batches x 1" in said
-    words = "mesh 2x4, HYBRID_SHARD, 2 layers, attn.q.kernel, step 5/5, eval, 5 of 5, per byte, tokens/s, go on"
+    words = "mesh 2x4, HYBRID_SHARD, blocks, attn.q.kernel, step 5/5, eval, 5 of 5, per byte, tokens/s, go on"
     assert not [word for word in words.split(", ") if word not in said]
     lines = [json.loads(line) for line in Path("m.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
@@ -239,8 +238,8 @@ def test_a_run_prints_its_story_and_writes_its_metrics(here, capsys):
     assert all(line["tokens"] + line["padding_tokens"] == 16 * 32 for line in lines)
     assert lines[0]["loss"] == pytest.approx(np.log(256), abs=0.1) and lines[4]["loss"] < lines[0]["loss"]
     assert all(line["skipped"] == 0 and line["grad_norm"] > 0 for line in lines)
-    # The compile step is in no rate, so what is left is far faster.
-    assert max(line["step_time_s"] for line in lines[1:]) < lines[0]["compile_s"] / 2
+    # Neither the compilation of the step nor that of the evaluation, after step 2, is in any step's time.
+    assert max(line["step_time_s"] for line in lines[1:]) < lines[0]["compile_s"] / 20
 
     # On another mesh, without micro-batches: the same run beyond rounding.
     assert run("--steps", "5", "--metrics", "n.jsonl", "--no-sync") == 0
@@ -256,41 +255,79 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(here, capsys):
         run("--steps", "9", "--lr", "1e30", "--clip-norm", "None", "--metrics", "m.jsonl")
     assert exit.value.code == 1
     said = capsys.readouterr().err
-    assert re.search(r"train.py: error: step \d: the gradient of .* is not finite .*Lower the learning rate", said)
+    assert re.search(r"error: step \d: the gradient of .* is not finite .*Lower the learning rate", said)
     assert "Traceback" not in said
     assert len(Path("m.jsonl").read_text().splitlines()) == int(re.search(r"step (\d)", said)[1]) - 1
 
 
+def test_an_evaluation_counts_every_token_once(here, monkeypatch):
+    calls = []
+
+    def count_tokens(params, batch):
+        calls.append(np.asarray(batch["tokens"]))
+        return batch["tokens"].sum(), batch["weights"].sum()
+
+    monkeypatch.setattr(train, "eval_step", lambda loss, plan: count_tokens)
+    words = "--model ./config.json --data text.txt --seq-len 32 --eval-batches".split()
+    job = cli.prepare(cli.parse([*words, "99"]))
+    plan = plan_module(job.make_model, **job.sharding)
+    rows = [job.held_out[i] for i in range(len(job.held_out))]
+    sums = [sum(float(row[name].sum()) for row in rows) for name in ("tokens", "weights")]
+    assert train.evaluation(job, plan)(None) == pytest.approx(sums[0] / sums[1])
+    every = list(calls)
+    assert len(every) == 6 and len(rows) == 82  # batches of 16: the last one holds 2 rows and padding
+
+    calls.clear()
+    train.evaluation(cli.prepare(cli.parse([*words, "2"])), plan)(None)
+    assert [a.tolist() for a in calls] == [every[0].tolist(), every[3].tolist()]
+
+
+def test_batches_are_read_ahead_and_no_further_than_the_run():
+    read, plan = [], plan_module(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh=submesh("1x8"))
+
+    def batches():
+        for i in range(9):
+            read.append(i)
+            yield {"tokens": np.full((8, 2), i, np.int32)}
+
+    assert [int(batch["tokens"][0, 0]) for batch in train.ahead(batches(), plan, 3)] == [0, 1, 2]
+    assert read == [0, 1, 2]
+
+
 @pytest.fixture
 def instant(monkeypatch):
-    """A step that does nothing, for what happens between steps."""
-    result = dict(loss=1.0, weight=1.0, grad_norm=1.0, skipped=0)
-    monkeypatch.setattr(train, "train_step", lambda *_, **__: lambda state, batch: (state, dict(result)))
+    """Steps that do nothing, for what happens between them; the list gets a word for each one done."""
+    done = []
+
+    def step(state, batch):
+        done.append("step")
+        if len(done) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return state, dict(loss=1.0, weight=1.0, grad_norm=1.0, skipped=0)
+
+    monkeypatch.setattr(train, "train_step", lambda *_, **__: step)
+    evaluation = lambda job, plan: lambda params: done.append("evaluation") or 1.0  # noqa: E731
+    monkeypatch.setattr(train, "evaluation", evaluation)
+    return done
 
 
 def test_data_that_turns_out_bad_ends_the_run_with_its_place(here, instant, capsys, monkeypatch):
     monkeypatch.setattr(data, "_CHECKED_AT_START", 0)  # as in a file that is too long to look at whole
     np.save("ids.npy", np.where(np.arange(700) == 600, 999, 1))
     with pytest.raises(SystemExit) as exit:
-        run("--data", "ids.npy", "--steps", "5", "--held-out", "0")
+        run("--data", "ids.npy", "--steps", "2", "--held-out", "0")
     assert exit.value.code == 1
     assert "token id 999 at position 600 is outside the vocabulary" in capsys.readouterr().err
 
 
 def test_ctrl_c_stops_between_two_steps_with_a_summary(here, instant, capsys, monkeypatch):
-    before, calls = signal.getsignal(signal.SIGINT), count(1)
-
-    def press_at_3():
-        if next(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return {}
-
-    monkeypatch.setattr(train, "memory", press_at_3)
-    assert run("--steps", "100", "--metrics", "m.jsonl") == 130
+    before, close = signal.getsignal(signal.SIGINT), JsonLines.close
+    monkeypatch.setattr(JsonLines, "close", lambda file: instant.append("close") or close(file))
+    assert run("--steps", "100", "--metrics", "m.jsonl", "--eval-every", "3") == 130
+    assert instant == ["step", "step", "step", "close"]  # who stops a run does not wait for an evaluation
     said = capsys.readouterr().out
     assert "3 of 100" in said and "by Ctrl-C" in said and "nats per byte" in said
     assert [json.loads(line)["step"] for line in Path("m.jsonl").read_text().splitlines()] == [1, 2, 3]
-    assert "eval_loss" not in Path("m.jsonl").read_text()  # who stops a run does not wait for it
     assert signal.getsignal(signal.SIGINT) is before
 
 

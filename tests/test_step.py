@@ -4,7 +4,6 @@ Most cases are linear in the parameters, so that a learning rate of 1 shows the 
 """
 
 import math
-import re
 from dataclasses import replace
 
 import jax
@@ -47,7 +46,7 @@ def rows(gradients: dict, count=8):
 
 
 def token_loss(params, batch, key):
-    """Each token has its own entry of p, so its gradient is the weight that the token carries times its loss."""
+    """Each token has its own entry of p, whose gradient is its loss times the weight that it carries."""
     per_token = batch["loss"] * (1 + unshard(params)["p"][batch["id"]])
     return jnp.sum(per_token * batch["valid"]), jnp.sum(batch["valid"])
 
@@ -86,7 +85,7 @@ class TestWeights:
         np.testing.assert_allclose(state.logical_params()["p"][: gradient.size], -gradient, rtol=1e-6)
 
     def test_a_short_sequence_counts_only_its_own_targets_and_an_empty_batch_is_no_nan(self):
-        """C-12: 7 sequences of 4 tokens and one of 1 have 21 targets; 8 of length 1 have none, and change nothing."""
+        """C-12: 7 sequences of 4 tokens and one of 1 have 21 targets; 8 of length 1 have none."""
         state, tx, plan = start({"p": zeros(32)})
         step = train_step(token_loss, tx, plan, clip_norm=1.0)
         batch = tokens(*([(1, 2, 3)] * 7), (), width=3)
@@ -95,7 +94,9 @@ class TestWeights:
         assert float(metrics["loss"]) == pytest.approx(2.0, rel=1e-6)
         before = np.asarray(state.params["p"])
         state, metrics = step(state, tokens(*([()] * 8), width=3))
-        assert {k: float(metrics[k]) for k in ("loss", "weight", "grad_norm")} == dict(loss=0, weight=0, grad_norm=0)
+        assert {k: float(metrics[k]) for k in ("loss", "weight", "grad_norm")} == dict(
+            loss=0, weight=0, grad_norm=0
+        )
         np.testing.assert_array_equal(state.params["p"], before)
 
     def test_a_scalar_loss_is_the_mean_over_rows(self):
@@ -129,7 +130,9 @@ class TestRefusedLosses:
             return jnp.sum(p), weight(p, key)
 
         state, tx, plan = start({"p": zeros(8)})
-        with pytest.raises(ValueError, match="depends on the parameters or on random numbers.*count its tokens or rows"):
+        with pytest.raises(
+            ValueError, match="on the parameters or on random numbers.*count its tokens or rows"
+        ):
             train_step(loss, tx, plan)(state, {"x": zeros(8)})
 
     def test_other_results_and_taken_names_say_what_to_return(self):
@@ -139,9 +142,15 @@ class TestRefusedLosses:
             train_step(four, tx, plan)(state, {"x": zeros(8)})
 
         def taken(params, batch, key):
-            return jnp.sum(unshard(params)["p"]), 1.0, {"grad_norm": Auxiliary(jnp.float32(0), jnp.float32(1))}
+            return (
+                jnp.sum(unshard(params)["p"]),
+                1.0,
+                {"grad_norm": Auxiliary(jnp.float32(0), jnp.float32(1))},
+            )
 
-        with pytest.raises(ValueError, match=r"named \['grad_norm'\], which the step logs itself. Choose another"):
+        with pytest.raises(
+            ValueError, match=r"named \['grad_norm'\], which the step logs itself. Choose another"
+        ):
             train_step(taken, tx, plan)(state, {"x": zeros(8)})
 
 
@@ -150,14 +159,16 @@ class TestBatches:
         """C-60, the refusal."""
         state, tx, plan = start({"p": zeros(8)})
         step = train_step(products, tx, plan)
-        with pytest.raises(ValueError, match=r"10 rows does not divide by 8 devices x 1 micro-batches = 8. Use 8 or 16 rows"):
+        with pytest.raises(ValueError, match="10 rows .* 8 devices x 1 micro-batches = 8. Use 8 or 16 rows"):
             step(state, {"p": zeros(10, 8)})
         with pytest.raises(ValueError, match="batch of 8 rows .* = 16. Use 16 rows"):
             train_step(products, tx, plan, accumulate=2)(state, {"p": zeros(8, 8)})
 
     def test_arrays_of_a_batch_have_equal_rows(self):
         state, tx, plan = start({"p": zeros(8)})
-        with pytest.raises(ValueError, match=r"leading sizes \['16', '8'\]; all need the same number of rows"):
+        with pytest.raises(
+            ValueError, match=r"leading sizes \['16', '8'\]; all need the same number of rows"
+        ):
             train_step(products, tx, plan)(state, {"p": zeros(8, 8), "q": zeros(16)})
 
     @pytest.mark.parametrize(
@@ -192,28 +203,36 @@ class TestAccumulation:
             pieces = {}
             for copy in w.addressable_shards:
                 pieces.setdefault(str(copy.index), []).append(np.asarray(copy.data))
-            assert all(len(copies) > 1 and all(np.array_equal(copies[0], c) for c in copies) for copies in pieces.values())
+            for first, *others in pieces.values():
+                assert others and all(np.array_equal(first, other) for other in others)
 
     @pytest.mark.parametrize("no_sync", [True, False])
     def test_two_backward_loops_whatever_the_number_of_micro_batches(self, no_sync):
         """Rule 14: one inside the scan over micro-batches, one for the last."""
         two, eight = (stacked(accumulate=n, no_sync=no_sync) for n in (2, 8))
         assert len(two.asked) == len(eight.asked)
-        backward = [loop for loop in eight.program.loops if has_tanh_gradient(eight, loop.body)]
-        assert sorted(loop.runs for loop in backward) == [4, 7 * 4]
+        layers = sorted(loop.runs for loop in eight.program.loops if loop.trips == 4)
+        assert layers == [4, 4, 7 * 4, 7 * 4]  # a forward and a backward loop, in either place
 
     def test_the_mesh_and_micro_batches_change_nothing_but_rounding(self, float64):
         params = {"blocks": {"kernel": np.random.default_rng(0).normal(size=(5, 16, 24)) * 0.3}}
         batch = {"x": np.random.default_rng(1).normal(size=(32, 16))}
         ends = []
-        for mesh, accumulate, no_sync in [("1x1", 1, False), ("1x8", 4, False), ("2x4", 2, True), ("2x4", 4, False)]:
+        for mesh, accumulate, no_sync in [
+            ("1x1", 1, False),
+            ("1x8", 4, False),
+            ("2x4", 2, True),
+            ("2x4", 4, False),
+        ]:
             state, tx, plan = start(params, mesh, tx=optax.adamw(1e-2), units=BLOCKS)
             step = train_step(block_loss, tx, plan, accumulate=accumulate, no_sync=no_sync, clip_norm=1.0)
             for _ in range(3):
                 state, metrics = step(state, batch)
             ends.append((state.params, metrics["loss"], metrics["grad_norm"]))
         for end in ends[1:]:
-            assert_close(end, ends[0], 1e-12)  # float64 has 2e-16; three steps of AdamW on sums in another order
+            assert_close(
+                end, ends[0], 1e-12
+            )  # float64 has 2e-16; three steps of AdamW on sums in another order
 
 
 BLOCKS = {"blocks": UnitOptions(stacked=True)}
@@ -223,23 +242,15 @@ def block_loss(params, batch, key):
     def block(w, x, _):
         return x + jnp.tanh(x @ w["kernel"]) @ w["kernel"].T, None
 
-    return jnp.mean(run_stack(block, params["blocks"], batch["x"], schedule=Schedule(late_reduce=False))[0] ** 2)
+    return jnp.mean(
+        run_stack(block, params["blocks"], batch["x"], schedule=Schedule(late_reduce=False))[0] ** 2
+    )
 
 
 def stacked(**options):
     """Five layers, compiled for 1x8."""
-    return compile_step(block_loss, {"blocks": {"kernel": shape(5, 16, 24)}}, {"x": shape(64, 16)}, "1x8", units=BLOCKS, **options)
-
-
-def has_tanh_gradient(got, body):
-    """Whether a loop body multiplies twice as often as a forward pass: a matmul each forward, two backward."""
-    return got.program.loops and matmuls(got, body) > 2
-
-
-def matmuls(got, body):
-    text = got.compiled.as_text()
-    (block,) = re.findall(rf"^%?{re.escape(body)} .*?^}}", text, re.M | re.S)
-    return len(re.findall(r"= \S+ dot\(", block))
+    params, batch = {"blocks": {"kernel": shape(5, 16, 24)}}, {"x": shape(64, 16)}
+    return compile_step(block_loss, params, batch, "1x8", units=BLOCKS, **options)
 
 
 class TestNorms:
@@ -263,9 +274,15 @@ class TestNorms:
     @pytest.mark.parametrize("norm_type", [1, 2, 3, math.inf])
     def test_norms_of_cut_padded_and_whole_parameters_equal_numpy(self, norm_type):
         rng = np.random.default_rng(0)
-        gradients = {"cut": rng.normal(size=(16, 3)), "padded": rng.normal(size=13), "whole": rng.normal(size=3)}
+        gradients = {
+            "cut": rng.normal(size=(16, 3)),
+            "padded": rng.normal(size=13),
+            "whole": rng.normal(size=3),
+        }
         state, tx, plan = start({name: zeros(*g.shape) for name, g in gradients.items()}, "2x4")
-        state, metrics = train_step(products, tx, plan, clip_norm=0.5, norm_type=norm_type)(state, rows(gradients))
+        state, metrics = train_step(products, tx, plan, clip_norm=0.5, norm_type=norm_type)(
+            state, rows(gradients)
+        )
         norm = np.linalg.norm(np.concatenate([g.reshape(-1) for g in gradients.values()]), norm_type)
         assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
         clipped = {name: -g * 0.5 / norm for name, g in gradients.items()}
@@ -273,8 +290,8 @@ class TestNorms:
 
     def test_a_small_gradient_is_not_scaled(self):
         state, tx, plan = start({"a": zeros(8)})
-        state, _ = train_step(products, tx, plan, clip_norm=1.0)(state, rows({"a": np.full(8, 0.1)}))
-        np.testing.assert_array_equal(state.params["a"], np.full(8, -0.1, np.float32))
+        state, _ = train_step(products, tx, plan, clip_norm=1.0)(state, rows({"a": np.full(8, 0.125)}))
+        np.testing.assert_array_equal(state.params["a"], np.full(8, -0.125))
 
 
 class TestBadGradients:
@@ -299,7 +316,7 @@ class TestBadGradients:
         assert math.isnan(metrics["grad_norm"])
         state, metrics = step(state, self.GOOD)
         assert int(metrics["skipped"]) == 1
-        other = start({"p": zeros(8), "q": zeros(13)}, mesh, tx=tx)[0]
+        other = TrainState.create(plan.place({"p": zeros(8), "q": zeros(13)}), tx, plan)
         for _ in range(2):
             other, _ = step(other, self.GOOD)
         assert bitwise_equal((state.params, state.opt_state), (other.params, other.opt_state))
@@ -309,7 +326,9 @@ class TestBadGradients:
         state, tx, plan = start({"p": zeros(8), "q": zeros(13)}, mesh)
         step = train_step(products, tx, plan)
         state, _ = step(state, self.GOOD)
-        with pytest.raises(FloatingPointError, match=r"step 2: the gradient of p is not finite .*nonfinite='skip' goes on"):
+        with pytest.raises(
+            FloatingPointError, match=r"step 2: the gradient of p is not finite .*nonfinite='skip' goes on"
+        ):
             step(state, self.bad())
 
     def test_the_schedule_ignores_skipped_steps(self):
@@ -335,7 +354,7 @@ def test_the_schedule_counts_optimizer_steps():
 
 class TestStates:
     def test_a_donated_state_shares_no_buffer(self):
-        """C-72: a new state is separate, whatever it was made from; one with shared leaves is refused by both names."""
+        """C-72: a new state is separate, whatever it was made from; shared leaves are refused by name."""
         start_at = {"p": jnp.ones(8), "q": jnp.ones(8)}
         start_at["q"] = start_at["p"]
         ema = optax.GradientTransformation(lambda params: params, lambda g, s, params: (g, params))
@@ -343,7 +362,9 @@ class TestStates:
         check_separate_buffers(state)
         step = train_step(products, tx, plan)
         shared = replace(state, opt_state=state.params)
-        with pytest.raises(ValueError, match=r"params\.p and opt_state\.p share one buffer.*Copy one of them \(jnp\.copy\)"):
+        with pytest.raises(
+            ValueError, match=r"params\.p and opt_state\.p share one buffer.*Copy one of them"
+        ):
             step(shared, rows({"p": np.ones(8), "q": np.ones(8)}))
         state, _ = step(state, rows({"p": np.ones(8), "q": np.ones(8)}))
         swapped = replace(state, params=state.opt_state)
@@ -356,6 +377,14 @@ class TestStates:
         plan = make_plan({"p": zeros(8)}, submesh("1x8"))
         with pytest.raises(ValueError, match=r"p: got \(8,\) placed as .*Place parameters with plan.place"):
             TrainState.create({"p": jnp.zeros(8)}, optax.sgd(1.0), plan)
+
+    def test_a_state_of_another_plan_is_refused(self):
+        state, tx, _ = start({"p": zeros(8)})
+        _, _, other = start({"p": zeros(8)})
+        step = train_step(products, tx, other)
+        for use in (step, step.lower):
+            with pytest.raises(ValueError, match="another plan than the step.*Make one plan and pass it to"):
+                use(state, rows({"p": np.ones(8)}))
 
     @pytest.mark.parametrize("donate", [True, False])
     def test_donation_frees_the_old_state(self, donate):

@@ -125,7 +125,7 @@ def test_copies_of_a_replicated_parameter_stay_bitwise_equal(mesh):
 def tied_params():
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape))  # noqa: E731
-    return {"table": draw(16, 8), "inner": {"w": draw(8, 13), "b": draw(5)}, "outer": draw(8)}
+    return {"table": draw(16, 8), "inner": {"w": draw(8, 16), "b": draw(8)}, "outer": draw(8)}
 
 
 def tied_loss(params, batch, key):
@@ -135,7 +135,7 @@ def tied_loss(params, batch, key):
 
     def inner(p, x, token):
         h = jnp.tanh(x * outer @ p["w"])  # closed over, and differentiated
-        return {"h": jnp.concatenate([h[:, :8], h[:, 8:] * p["b"]], -1)[:, :8], "token": token + 1}
+        return {"h": h[:, :8] * p["b"] + h[:, 8:], "token": token + 1}
 
     out = call(inner, params["inner"], x, batch["token"])
     logits = (x + out["h"]) @ unshard(params["table"]).T
@@ -172,7 +172,7 @@ def test_a_tied_parameter_is_reduced_once():
     lowered, mesh = lower(tied_loss, tied_params(), TOKENS)
     program = audit.read(lowered.compile(), mesh)
     assert program.count("reduce-scatter") == 3  # table, inner, root
-    assert sorted(c.operands[0].shape for c in program.select("reduce-scatter")) == [(8, 1), (8, 13), (8, 16)]
+    assert sorted(c.operands[0].shape for c in program.select("reduce-scatter")) == [(8, 1), (8, 16), (8, 17)]
 
 
 @pytest.mark.parametrize(
@@ -244,3 +244,22 @@ def test_sharded_and_plain_parameters_in_one_unit_are_refused():
 
     with pytest.raises(TypeError, match="1 sharded and 1 plain parameters. Lay out all of them in one plan"):
         lower(loss, {"w": np.ones(8, np.float32)}, ONE_TO_EIGHT, units={})
+
+
+def test_a_stack_used_twice_under_accumulation_is_refused():
+    """Each use would add what earlier micro-batches left."""
+
+    def loss(params, x, key):
+        for _ in range(2):
+            x, _ = run_stack(lambda w, x, _: (w * x, None), params["inner"], x)
+        return x.mean()
+
+    plan = make_plan(
+        {"inner": np.ones((1, 8), np.float32)}, submesh("1x8"), units={"inner": UnitOptions(stacked=True)}
+    )
+    tx, batch = optax.sgd(1.0), np.ones((16, 8), np.float32)
+    with pytest.raises(
+        NotImplementedError, match="inner goes through a stack more than once .* Use accumulate=1"
+    ):
+        train_step(loss, tx, plan, accumulate=2).lower(TrainState.abstract(tx, plan), batch)
+    train_step(loss, tx, plan, accumulate=1).lower(TrainState.abstract(tx, plan), batch)
