@@ -153,7 +153,9 @@ def show(results: list[dict], rows: list[Row]) -> Table:
             continue
         bar = bars[r["row"]]
         received = [
-            "\n".join(f"{mib:,.0f} {name.split()[-1]}" for name, mib in r["received_mib"].items() if name.startswith(kind))
+            "\n".join(
+                f"{mib:,.0f} {name.split()[-1]}" for name, mib in r["received_mib"].items() if name.startswith(kind)
+            )
             for kind in moves
         ]
         table.add_row(

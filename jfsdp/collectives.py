@@ -43,7 +43,9 @@ def gather_updated(shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> A
     Runs once a step, after the optimizer: each device receives (n-1)/n of the parameters.
     """
     stacked = [replace(leaf, shape=leaf.logical_shape, layers=None, dim=leaf.stacked_dim) for leaf in layouts]
-    return _gather_cut(list(shards), [i for i, leaf in enumerate(layouts) if leaf.dim is not None], stacked, "dtype", to="invarying")
+    return _gather_cut(
+        list(shards), [i for i, leaf in enumerate(layouts) if leaf.dim is not None], stacked, "dtype", to="invarying"
+    )
 
 
 def _gather_cut(arrays: Arrays, cut: list[int], layouts: Sequence[ParamLayout], dtype_name: str, to: str) -> Arrays:
@@ -54,8 +56,9 @@ def _gather_cut(arrays: Arrays, cut: list[int], layouts: Sequence[ParamLayout], 
             out[i] = unpad(_gather_dim(arrays[i], layouts[i].placement.shard_axes, layouts[i].dim, to), layouts[i])
     for members in _buckets([i for i in cut if layouts[i].small], layouts, dtype_name):
         leaves = [layouts[i] for i in members]
-        # all-gather over the shard axes (n devices): every small parameter of the unit at once. Each device receives
-        # (n-1)/n of their sum; issued with the large gathers of the same unit, so it adds one latency and hides with them.
+        # all-gather over the shard axes (n devices): every small parameter of the unit at once. Each device
+        # receives (n-1)/n of their sum; issued with the large gathers of the same unit, so it adds one
+        # latency and hides with them.
         pieces = lax.all_gather(_flat([arrays[i] for i in members]), leaves[0].placement.shard_axes, to=to)
         for i, piece in zip(members, _split(pieces, [leaf.shard_shape for leaf in leaves])):
             out[i] = unpad(_join(piece, layouts[i].dim), layouts[i])
@@ -79,10 +82,13 @@ def reduce_scatter(grads: Sequence[Array], layouts: Sequence[ParamLayout]) -> Ar
         leaves = [layouts[i] for i in members]
         pieces = [_cut(_pad(wire[i], layouts[i]), layouts[i]) for i in members]
         n = leaves[0].placement.shards
-        # reduce-scatter over the shard axes: the gradients of every small parameter of the unit at once, (n-1)/n of their
-        # sum received; issued with the large ones.
+        # reduce-scatter over the shard axes: the gradients of every small parameter of the unit at once,
+        # (n-1)/n of their sum received; issued with the large ones.
         mine = lax.psum_scatter(
-            jnp.concatenate([p.reshape(n, -1) for p in pieces], 1), leaves[0].placement.shard_axes, scatter_dimension=0, tiled=True
+            jnp.concatenate([p.reshape(n, -1) for p in pieces], 1),
+            leaves[0].placement.shard_axes,
+            scatter_dimension=0,
+            tiled=True,
         )
         for i, piece in zip(members, _split(mine, [leaf.shard_shape for leaf in leaves])):
             out[i] = piece.reshape(layouts[i].shard_shape)
@@ -134,10 +140,10 @@ def rows_to_columns(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def _gather_dim(w: Array, axes: tuple[str, ...], dim: int, to: str) -> Array:
-    # all-gather over the shard axes (n devices), [.., d/n, ..] -> [.., d, ..] in param_dtype: each device receives (n-1)/n
-    # of the parameter. Issued one unit early (stack.py), so that it overlaps the previous unit's matmuls.
-    # Another dim than the first is brought to the front on the shard, where it costs 1/n; the matmul reads the
-    # gathered result transposed for nothing.
+    # all-gather over the shard axes (n devices), [.., d/n, ..] -> [.., d, ..] in param_dtype: each device
+    # receives (n-1)/n of the parameter. Issued one unit early (stack.py), so that it overlaps the previous
+    # unit's matmuls. Another dim than the first is brought to the front on the shard, where it costs 1/n; the
+    # matmul reads the gathered result transposed for nothing.
     return jnp.moveaxis(lax.all_gather(jnp.moveaxis(w, dim, 0), axes, axis=0, tiled=True, to=to), 0, dim)
 
 
@@ -148,8 +154,9 @@ def _scatter_dim(g: Array, axes: tuple[str, ...], dim: int) -> Array:
 
 
 def _all_reduce_into(out: Arrays, which: list[int], layouts: Sequence[ParamLayout], axes_name: str) -> None:
-    # all-reduce of shards (or of parameters that are whole) over the axes: each device receives 2(n-1)/n of their bytes in
-    # reduce_dtype. Over replicas it runs one unit after the reduce-scatter, beside the next unit's backward.
+    # all-reduce of shards (or of parameters that are whole) over the axes: each device receives 2(n-1)/n of
+    # their bytes in reduce_dtype. Over replicas it runs one unit after the reduce-scatter, beside the next
+    # unit's backward.
     for i in which:
         if not layouts[i].small:
             out[i] = lax.psum(out[i], getattr(layouts[i].placement, axes_name))

@@ -194,8 +194,15 @@ class Plan:
         return self.map(one, params)
 
     def create(self, init, *args):
-        """Run `init(*args) -> logical params` with every output created sharded; no device holds the whole model."""
-        return jax.jit(lambda *a: self.pad(init(*a)), out_shardings=self.rest_shardings)(*args)
+        """Run `init(*args) -> logical params` with every output created sharded; no device holds the whole model.
+
+        Values do not depend on the mesh. On CPUs that takes a lower optimisation level: a vectorised loop and its scalar
+        remainder may round differently (seen in `jax.random.normal`, JAX 0.12), and where the remainder lies follows the shard.
+        """
+        is_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        options = {"xla_backend_optimization_level": 1} if is_cpu else None  # 1 does not vectorise
+        start = jax.jit(lambda *a: self.pad(init(*a)), out_shardings=self.rest_shardings, compiler_options=options)
+        return start(*args)
 
 
 def make_plan(
@@ -274,6 +281,8 @@ def _layout(path: str, unit: str, leaf, options: UnitOptions, placement: Placeme
             raise ValueError(f"{path}: unit {unit!r} is stacked, so every leaf needs a leading layer dim; this one has shape ().")
         layers, shape = shape[0], shape[1:]
     dim, padded, reason = _choose_dim(path, shape, placement, options.cut_dim)
+    if options.uses:
+        reason = reason.replace("asked for", "vocabulary, cut on its width")
     return ParamLayout(path, unit, shape, layers, dtype, dim, padded, reason, options.never_whole, placement, precision)
 
 

@@ -27,7 +27,9 @@ def parse_mesh(text: str, device_count: int) -> tuple[int, int]:
         return 1, device_count
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)", text.strip().lower())
     if not match:
-        raise ValueError(f"mesh {text!r} is not understood. Write REPLICASxSHARDS such as 4x8, a count of shards such as 8, or auto.")
+        raise ValueError(
+            f"mesh {text!r} is not understood. Write REPLICASxSHARDS such as 4x8, a count of shards such as 8, or auto."
+        )
     return _positive(int(match[1] or 1), int(match[2]), device_count)
 
 
@@ -80,7 +82,9 @@ def simulate_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags if asked else [*flags, f"{_COUNT_FLAG}={count}"])
     jax.config.update("jax_platforms", "cpu")
     if (started := jax.device_count()) != count:
-        raise RuntimeError(f"asked for {count} simulated devices and JAX started {started}; XLA_FLAGS={os.environ['XLA_FLAGS']!r}.")
+        raise RuntimeError(
+            f"asked for {count} simulated devices and JAX started {started}; XLA_FLAGS={os.environ['XLA_FLAGS']!r}."
+        )
 
 
 def axis_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -105,8 +109,9 @@ def _check_hosts(devices, replica: int, shard: int) -> None:
     host = min(sizes)
     if len(sizes) > 1 or (host % shard and shard % host):
         raise ValueError(
-            f"mesh {replica}x{shard} cuts shard groups of {shard} from hosts with {sorted(per_host.values())} devices: a group "
-            f"would straddle hosts unevenly. Use equal hosts and a shard size that divides {host} or is a multiple of it."
+            f"mesh {replica}x{shard} cuts shard groups of {shard} from hosts with {sorted(per_host.values())} devices: "
+            "a group would straddle hosts unevenly. Use equal hosts and a shard size that divides "
+            f"{host} or is a multiple of it."
         )
 
 

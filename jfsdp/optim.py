@@ -71,15 +71,22 @@ class Optimizer:
         """Shapes and shardings of the stored state."""
         params = self.plan.map(lambda leaf: jax.ShapeDtypeStruct(leaf.rest_shape, leaf.dtype))
         shapes = jax.eval_shape(self._create, params)
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings
+        )
 
     def update(self, grads, state, shards):
-        """One step on stored shards of gradients and parameters; gives new shards and state, stored and pinned. Call inside `jit`."""
+        """One step on stored shards of gradients and parameters; gives new shards and state, stored and pinned.
+
+        Call inside `jit`.
+        """
         pin = jax.lax.with_sharding_constraint
         logical = lambda tree: self.plan.map(lambda leaf, a: unpad(a, leaf), tree)  # noqa: E731
         shards = logical(shards)
         update = self._per_layer(
-            self.tx.update, [self._param_axes, self._state_axes, self._param_axes], lambda u: (self._param_axes(u), self._state_axes(u))
+            self.tx.update,
+            [self._param_axes, self._state_axes, self._param_axes],
+            lambda u: (self._param_axes(u), self._state_axes(u)),
         )
         updates, state = update(logical(grads), self._unpad(state), shards)
         new = optax.apply_updates(shards, updates)
@@ -132,7 +139,10 @@ def gradient_sums(grad: jax.Array, norm_type: float) -> jax.Array:
 
 
 def _check_separate(tx: optax.GradientTransformation, plan: Plan, params, state) -> None:
-    """Refuse a transformation in which one parameter's update reads another's gradient. See Note [One layer at a time]."""
+    """Refuse a transformation in which one parameter's update reads another's gradient.
+
+    See Note [One layer at a time].
+    """
     traced, (updates, _) = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
     others = [False] * (len(traced.jaxpr.outvars) - len(jax.tree.leaves(updates)))
     for i, leaf in enumerate(plan.leaves):
@@ -140,9 +150,10 @@ def _check_separate(tx: optax.GradientTransformation, plan: Plan, params, state)
         _, used = pe.dce_jaxpr(traced.jaxpr, wanted)
         if read := [other.path for other, is_read in zip(plan.leaves, used) if is_read and other is not leaf]:
             raise ValueError(
-                f"the optimizer mixes parameters: the update of {leaf.path} reads the gradient of {read[0]}. The layers of "
-                "a stack are updated one at a time, so it would see one layer only. Clip by global norm with "
-                "train_step(clip_norm=...) instead of optax.clip_by_global_norm, and skip bad steps with nonfinite='skip'."
+                f"the optimizer mixes parameters: the update of {leaf.path} reads the gradient of {read[0]}. "
+                "The layers of a stack are updated one at a time, so it would see one layer only. Clip by global norm "
+                "with train_step(clip_norm=...) instead of optax.clip_by_global_norm, and skip bad steps with "
+                "nonfinite='skip'."
             )
 
 

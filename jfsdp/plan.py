@@ -56,7 +56,12 @@ class Kept:
 
 
 def traffic(
-    plan: Plan, *, schedule: Schedule = Schedule(), accumulate: int = 1, no_sync: bool = False, tokens: int | None = None
+    plan: Plan,
+    *,
+    schedule: Schedule = Schedule(),
+    accumulate: int = 1,
+    no_sync: bool = False,
+    tokens: int | None = None,
 ) -> list[Move]:
     """What every unit receives per device and optimizer step. See Note [Bytes received].
 
@@ -74,13 +79,28 @@ def traffic(
 def memory(plan: Plan, state, *, schedule: Schedule = Schedule(), saved_per_layer: int = 0) -> list[Kept]:
     """What one device keeps, by category; compute's own working set (one block, one slice of logits) is left out.
 
-    state: an abstract or real `TrainState`. saved_per_layer: bytes that each layer saves for its backward pass (its input
-    `[b, T, D]` under full activation checkpointing).
+    state: an abstract or real `TrainState`.
+    saved_per_layer: bytes that each layer saves for its backward pass (its input `[b, T, D]` under full activation
+        checkpointing).
     """
     stacked = [leaf for leaf in plan.leaves if leaf.layers is not None]
     layers = stacked[0].layers if stacked else 0
-    one_unit = max((sum(_bytes(leaf, leaf.param_dtype) for leaf in leaves) for leaves in _units(plan).values() if leaves[0].layers), default=0)
-    staging = max((sum(_bytes(leaf, leaf.reduce_dtype) for leaf in leaves) for leaves in _units(plan).values() if leaves[0].layers), default=0)
+    one_unit = max(
+        (
+            sum(_bytes(leaf, leaf.param_dtype) for leaf in leaves)
+            for leaves in _units(plan).values()
+            if leaves[0].layers
+        ),
+        default=0,
+    )
+    staging = max(
+        (
+            sum(_bytes(leaf, leaf.reduce_dtype) for leaf in leaves)
+            for leaves in _units(plan).values()
+            if leaves[0].layers
+        ),
+        default=0,
+    )
     alive = _alive(plan, schedule, layers)
     grads = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.dtype.itemsize for leaf in plan.leaves)
     return [
@@ -88,7 +108,11 @@ def memory(plan: Plan, state, *, schedule: Schedule = Schedule(), saved_per_laye
         Kept("optimizer", device_bytes(state.opt_state), "its own state, sharded as the parameters"),
         Kept("gradients", grads, "finished shards, stored dtype"),
         Kept("gathered", alive * one_unit, f"{alive} units of {one_unit / 2**20:,.1f} MiB"),
-        Kept("gradients in flight", (1 + schedule.late_reduce) * one_unit + staging, "computed, waiting, and staged for the wire"),
+        Kept(
+            "gradients in flight",
+            (1 + schedule.late_reduce) * one_unit + staging,
+            "computed, waiting, and staged for the wire",
+        ),
         Kept("saved activations", layers * saved_per_layer, f"{layers} layers x {saved_per_layer / 2**20:,.1f} MiB"),
     ]
 
@@ -107,7 +131,9 @@ def device_bytes(tree) -> int:
 class _Unit:
     """The moves of one unit."""
 
-    def __init__(self, name: str, leaves: list[ParamLayout], plan: Plan, schedule: Schedule, accumulate: int, no_sync: bool):
+    def __init__(
+        self, name: str, leaves: list[ParamLayout], plan: Plan, schedule: Schedule, accumulate: int, no_sync: bool
+    ):
         self.name, self.leaves, self.schedule, self.micro = name or "root", leaves, schedule, accumulate
         self.placement = plan.placement
         self.cut = [leaf for leaf in leaves if leaf.dim is not None]
@@ -129,7 +155,15 @@ class _Unit:
             if tokens < rows and not self.placement.whole_at_rest:
                 ids, rows_moved = 4 * (n - 1) * tokens, 2 * tokens * table.padded * item * (n - 1) / n
                 moves.append(self._move("all-gather", "int32", self.micro, self.micro * ids, "token ids of the group"))
-                moves.append(self._move("all-to-all", table.param_dtype.name, 2 * self.micro, self.micro * rows_moved, "rows there, gradients back"))
+                moves.append(
+                    self._move(
+                        "all-to-all",
+                        table.param_dtype.name,
+                        2 * self.micro,
+                        self.micro * rows_moved,
+                        "rows there, gradients back",
+                    )
+                )
             else:
                 moves += self._gathers(passes=1)
                 reduced += 1
@@ -150,8 +184,20 @@ class _Unit:
             passes, why = self._passes()
         out = []
         for dtype in sorted({leaf.param_dtype.name for leaf in self.cut}):
-            size = sum(_bytes(leaf, leaf.param_dtype) * (leaf.layers or 1) for leaf in self.cut if leaf.param_dtype.name == dtype)
-            out.append(self._move("all-gather", dtype, passes * self.micro, passes * self.micro * _ring(size, self.placement.shards), why))
+            size = sum(
+                _bytes(leaf, leaf.param_dtype) * (leaf.layers or 1)
+                for leaf in self.cut
+                if leaf.param_dtype.name == dtype
+            )
+            out.append(
+                self._move(
+                    "all-gather",
+                    dtype,
+                    passes * self.micro,
+                    passes * self.micro * _ring(size, self.placement.shards),
+                    why,
+                )
+            )
         return out
 
     def _passes(self) -> tuple[float, str]:
@@ -160,16 +206,31 @@ class _Unit:
         if self.layers is None:
             return (1, "root, kept into backward") if self.is_root else (2, "forward and backward")
         unused = min(self.schedule.prefetch, self.layers)
-        return (2 * self.layers - 1 + unused) / self.layers, f"forward and backward, last layer kept, {unused} gathered and not read"
+        return (
+            2 * self.layers - 1 + unused
+        ) / self.layers, f"forward and backward, last layer kept, {unused} gathered and not read"
 
     def _reductions(self, leaves: list[ParamLayout]) -> list[Move]:
         axes = self.placement.shard_axes
         out = []
         for kind, which, times in (("reduce-scatter", leaves, 1), ("all-reduce", self.whole, 2)):
             for dtype in sorted({leaf.reduce_dtype.name for leaf in which}):
-                size = sum(_bytes(leaf, leaf.reduce_dtype) * (leaf.layers or 1) for leaf in which if leaf.reduce_dtype.name == dtype)
+                size = sum(
+                    _bytes(leaf, leaf.reduce_dtype) * (leaf.layers or 1)
+                    for leaf in which
+                    if leaf.reduce_dtype.name == dtype
+                )
                 received = self.reductions * times * _ring(size, self.placement.shards)
-                out.append(self._move(kind, dtype, self.reductions, received, "gradients" if kind[0] == "r" else "gradients of whole parameters", axes))
+                out.append(
+                    self._move(
+                        kind,
+                        dtype,
+                        self.reductions,
+                        received,
+                        "gradients" if kind[0] == "r" else "gradients of whole parameters",
+                        axes,
+                    )
+                )
         return out
 
     def _after_reduction(self) -> list[Move]:
@@ -179,13 +240,21 @@ class _Unit:
             size = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.reduce_dtype.itemsize for leaf in self.leaves)
             received = 2 * _ring(size, self.placement.replicas)
             dtype = self.leaves[0].reduce_dtype.name
-            out.append(self._move("all-reduce", dtype, 1, received, "shards over replicas", self.placement.replica_axes))
+            out.append(
+                self._move("all-reduce", dtype, 1, received, "shards over replicas", self.placement.replica_axes)
+            )
         if self.placement.whole_at_rest and self.placement.shard_axes and self.cut:
             size = sum(_bytes(leaf, leaf.dtype) * (leaf.layers or 1) for leaf in self.cut)
-            out.append(self._move("all-gather", self.cut[0].dtype.name, 1, _ring(size, self.placement.shards), "updated parameters"))
+            out.append(
+                self._move(
+                    "all-gather", self.cut[0].dtype.name, 1, _ring(size, self.placement.shards), "updated parameters"
+                )
+            )
         return out
 
-    def _move(self, kind: str, dtype: str, passes: float, received: float, why: str, axes: tuple[str, ...] | None = None) -> Move:
+    def _move(
+        self, kind: str, dtype: str, passes: float, received: float, why: str, axes: tuple[str, ...] | None = None
+    ) -> Move:
         return Move(self.name, kind, self.placement.shard_axes if axes is None else axes, dtype, passes, received, why)
 
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "float32": "float32", "bfloat16": "bfloat16", "float64": "float64"}
+_NAMES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp64": "float64",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float64": "float64",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

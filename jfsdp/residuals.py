@@ -64,7 +64,8 @@ class Split:
         """Cotangents of weights, of the floating entries of x, and of what `differentiate` asked for."""
         # `x` is never read by what is rebuilt, so placeholders stand in for it.
         known = [*weights, *[None] * self._args[1], *shared, *inputs]
-        rebuilt = jax.core.eval_jaxpr(self._rebuild, self._traced.consts, *(a for a, used in zip(known, self._rebuild_reads) if used))
+        read = (a for a, used in zip(known, self._rebuild_reads) if used)
+        rebuilt = jax.core.eval_jaxpr(self._rebuild, self._traced.consts, *read)
         residuals: list[Any] = [None] * len(self._source)
         for i, (is_saved, at) in enumerate(self._source):
             residuals[i] = saved[at] if is_saved else rebuilt[at]

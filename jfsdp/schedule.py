@@ -7,8 +7,9 @@ Note [Late reduction]
 In iteration l the reducer holds the whole gradient of unit l+1 (`pending`). It is reduce-scattered, and its shard
 all-reduced over replicas, beside the compute of unit l and without waiting for it, so the compiler may overlap both
 with the matmuls. That costs the memory of one unit's gradient, which `late_reduce=False` saves.
-All-reducing one iteration later still was compiled too (8B, 4 replicas x 8 shards of H100, JAX 0.10.2): it keeps one more
-shard, starts with an all-reduce of zeros, and leaves more exposed (18,934 against 18,569 MiB, 4.9 against 2.9 ms).
+All-reducing one iteration later still was compiled too (8B, 4 replicas x 8 shards of H100, JAX 0.10.2): it keeps
+one more shard, starts with an all-reduce of zeros, and leaves more exposed (18,934 against 18,569 MiB, 4.9 against
+2.9 ms).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Schedule:
     prefetch: int = 1
     """Units gathered ahead of the one that computes: 0, 1 or 2. Each costs the memory of one gathered unit."""
     late_reduce: bool = True
-    """Reduce a gradient during the next unit's backward; False reduces at once, exposed, with one unit's gradient less in memory."""
+    """Reduce a gradient during the next unit's backward; False reduces at once, exposed, and keeps one unit's gradient
+    less in memory."""
     unroll: int = 1
     """Layers per loop iteration in the program: 1 or 2."""
 
@@ -58,13 +60,17 @@ class Waiting(NamedTuple):
 class Reducer:
     """Reduces the gradients of L equal units, handed in from unit L-1 down to 0. See Note [Late reduction]."""
 
-    def __init__(self, layouts: Sequence[ParamLayout], held: Sequence[Array | None], regime: Regime, schedule: Schedule):
+    def __init__(
+        self, layouts: Sequence[ParamLayout], held: Sequence[Array | None], regime: Regime, schedule: Schedule
+    ):
         self.layouts, self.held, self.regime = list(layouts), list(held), regime
         moves = (regime.last or not regime.no_sync) and bool(layouts[0].placement.data_axes)
         self.is_late = schedule.late_reduce and moves
 
     def start(self) -> Waiting:
-        grads = [h if self._in_place(h, leaf) else empty_slot(leaf, self.regime) for h, leaf in zip(self.held, self.layouts)]
+        grads = [
+            h if self._in_place(h, leaf) else empty_slot(leaf, self.regime) for h, leaf in zip(self.held, self.layouts)
+        ]
         return Waiting(None, grads)
 
     def advance(self, state: Waiting, unit: Index) -> Waiting:
@@ -75,7 +81,9 @@ class Reducer:
 
     def push(self, state: Waiting, gradient: Arrays, unit: Index) -> Waiting:
         """Hand in the whole gradient of `unit`."""
-        return Waiting(gradient, state.grads) if self.is_late else Waiting(None, self._reduce(state.grads, gradient, unit))
+        return (
+            Waiting(gradient, state.grads) if self.is_late else Waiting(None, self._reduce(state.grads, gradient, unit))
+        )
 
     def finish(self, state: Waiting) -> Arrays:
         """After unit 0: bring what still waits home."""
@@ -95,7 +103,8 @@ class Reducer:
         return [lax.dynamic_update_index_in_dim(g, s, unit, 0) for g, s in zip(grads, shards)]
 
     def _in_place(self, held: Array | None, leaf: ParamLayout) -> bool:
-        """What is held becomes the result where it is: shapes agree, and types too unless copies are still to be summed."""
+        """Whether what is held becomes the result where it is: shapes agree, and types too unless copies are still to
+        be summed."""
         if held is None:
             return False
         return not self.regime.last or not (self.regime.holds_whole(leaf) or leaf.placement.replica_axes)

@@ -116,7 +116,7 @@ class TrainStep:
 
         Gives the new state and metrics: `loss`, `weight` (tokens counted), `grad_norm`, `skipped`, and the auxiliary losses.
         Raises: ValueError for a batch that does not divide, and for a state of another plan or in which two leaves share
-            a buffer; FloatingPointError under nonfinite="raise".
+            a buffer; FloatingPointError under nonfinite="raise", whose `state` is the state before the step.
         """
         self.check_batch(batch)
         self._check_plan(state)
@@ -125,7 +125,9 @@ class TrainStep:
         state, metrics = self.jitted(state, batch)
         self._made = weakref.ref(state)
         if self.nonfinite == "raise" and bool(jnp.any(metrics["bad"])):
-            raise FloatingPointError(self._explain(state, metrics))
+            error = FloatingPointError(self._explain(state, metrics))
+            error.state = state  # the old one was donated; this one holds the same values
+            raise error
         return state, {k: v for k, v in metrics.items() if k != "bad"}
 
     def lower(self, state, batch):

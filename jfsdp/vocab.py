@@ -36,9 +36,10 @@ from jfsdp.unit import Regime, Sharded, call, is_sharded, unshard
 STREAM_ABOVE = 64 << 20
 """Bytes of float32 logits per device above which the head is streamed."""
 SLICE_ROWS = 2048
-"""At most this many rows of the vocabulary in one slice of the streamed head. The last slice's reduction has little to
-hide behind, so slices are small: compiled for a 1B model on 8 H100 (JAX 0.10.2), 8192, 4096 and 2048 rows leave 424, 345
-and 262 us of a step exposed, in 4,179, 4,143 and 4,105 MiB."""
+"""At most this many rows of the vocabulary in one slice of the streamed head.
+
+The last slice's reduction has little to hide behind, so slices are small: compiled for a 1B model on 8 H100 (JAX
+0.10.2), 8192, 4096 and 2048 rows leave 424, 345 and 262 us of a step exposed, in 4,179, 4,143 and 4,105 MiB."""
 
 
 class Embed(nnx.Module):
@@ -81,7 +82,11 @@ class Head(nnx.Module):
         """Sum of `weights * -log p(target)` over all positions: `h [..., D]`, `targets` and `weights` `[...]`."""
         flat = h.reshape(-1, h.shape[-1])
         nll = cross_entropy(
-            self.table.get_value(), flat, targets.reshape(-1), stream_above=self.stream_above, slice_rows=self.slice_rows
+            self.table.get_value(),
+            flat,
+            targets.reshape(-1),
+            stream_above=self.stream_above,
+            slice_rows=self.slice_rows,
         )
         return jnp.sum(nll * weights.reshape(-1).astype(nll.dtype))
 
@@ -100,7 +105,9 @@ def exchanges(table: Sharded | Array, tokens: int) -> bool:
     return tokens < table.layout.shape[0]
 
 
-def cross_entropy(table: Sharded | Array, h: Array, targets: Array, *, stream_above: int = STREAM_ABOVE, slice_rows: int = SLICE_ROWS) -> Array:
+def cross_entropy(
+    table: Sharded | Array, h: Array, targets: Array, *, stream_above: int = STREAM_ABOVE, slice_rows: int = SLICE_ROWS
+) -> Array:
     """`-log p(target)` per token, float32 or wider: table `[V, D]`, `h [N, D]`, `targets [N]` -> `[N]`."""
     rows = (table.layout.shape if is_sharded(table) else table.shape)[0]
     if h.shape[0] * rows * 4 <= stream_above:
@@ -108,7 +115,9 @@ def cross_entropy(table: Sharded | Array, h: Array, targets: Array, *, stream_ab
     if is_sharded(table):
         return _Streamed(table, slice_rows).nll(h, targets)
     tokens = h.shape[0]  # without a mesh: chunks of tokens, each small enough
-    chunks = next(n for n in range(1, tokens + 1) if tokens % n == 0 and (tokens // n * rows * 4 <= stream_above or n == tokens))
+    chunks = next(
+        n for n in range(1, tokens + 1) if tokens % n == 0 and (tokens // n * rows * 4 <= stream_above or n == tokens)
+    )
     one = jax.checkpoint(lambda chunk: _nll(table, *chunk), prevent_cse=False)
     return lax.map(one, (h.reshape(chunks, -1, h.shape[1]), targets.reshape(chunks, -1))).reshape(-1)
 
@@ -154,7 +163,8 @@ class _Streamed:
         self.table, self.leaf = table, table.layout
         rows = self.leaf.shape[0]
         least = -(-rows // slice_rows)
-        # A count that leaves no rest, where one is near: a rest is a small unit of its own, with nothing to hide behind.
+        # A count that leaves no rest, where one is near: a rest is a small unit of its own, with nothing to
+        # hide behind.
         self.count = next((n for n in range(least, 2 * least) if rows % n == 0), least)
         self.rows = rows // self.count
         self.rest = rows - self.count * self.rows  # rows that do not fill a slice: one more unit, outside the loop
@@ -213,7 +223,9 @@ class _Streamed:
         (pieces,) = reducer.finish(waiting)
         to_table = pieces.reshape(-1, pieces.shape[-1])
         if self.rest:
-            to_slice, last = _slice_gradient(self._fetch_rest(shard), h_compute, targets, lse, grad, self.count * self.rows)
+            to_slice, last = _slice_gradient(
+                self._fetch_rest(shard), h_compute, targets, lse, grad, self.count * self.rows
+            )
             to_h = to_h + to_slice.astype(to_h.dtype)
             to_table = jnp.concatenate([to_table, *collectives.reduce_scatter([last], [self._unit(self.rest, None)])])
         return None, None if self.table.slot is None else to_table, to_h.astype(h.dtype), None
@@ -231,7 +243,7 @@ class _Streamed:
 
 
 def _absorb_slice(state, weights: Array, h: Array, targets: Array, first):
-    """Running (maximum, sum of exponentials below it, logit of the target) with the rows `first..` of the vocabulary taken in."""
+    """Take the rows `first..` of the vocabulary into (maximum, sum of exponentials below it, logit of the target)."""
     top, total, hit = state
     z = _logits(weights, h)
     new_top = jnp.maximum(top, jnp.max(z, -1))

@@ -38,13 +38,20 @@ def fully_shard(
     return plan.create(lambda: nnx.to_pure_dict(nnx.state(make_model(), nnx.Param))), plan
 
 
-def plan_module(make_model: Callable[[], nnx.Module], *, mesh: Mesh, strategy=None, mp_policy: MixedPrecision = MixedPrecision()) -> Plan:
+def plan_module(
+    make_model: Callable[[], nnx.Module], *, mesh: Mesh, strategy=None, mp_policy: MixedPrecision = MixedPrecision()
+) -> Plan:
     """The plan of `fully_shard`, from shapes alone; nothing is allocated."""
     module = nnx.eval_shape(make_model)
     graph, state = nnx.split(module, nnx.Param)
     shapes = nnx.to_pure_dict(state)
     return make_plan(
-        shapes, mesh, strategy=strategy, precision=mp_policy, units=find_units(module), view=partial(_view, graph, state)
+        shapes,
+        mesh,
+        strategy=strategy,
+        precision=mp_policy,
+        units=find_units(module),
+        view=partial(_view, graph, state),
     )
 
 

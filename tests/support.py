@@ -1,4 +1,4 @@
-"""What several test files need: a small model as a plain pytree, its training on one device, and comparison leaf by leaf."""
+"""What several test files need: a small model as a pytree, its training on one device, comparison leaf by leaf."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def submesh(text: str):
 
 
 def toy_params(layers: int = 3, width: int = 16, inner: int = 24, out: int = 13, dtype=jnp.float64) -> dict:
-    """Blocks with two matrices, a scale and a scalar; an uneven head; a root vector smaller than 8 shards, and a scalar."""
+    """Blocks with two matrices, a scale and a scalar; an uneven head; a root vector smaller than 8, and a scalar."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.3, dtype)  # noqa: E731
     return {
@@ -76,7 +76,7 @@ def toy_loss(schedule: Schedule = Schedule(), remat="full"):
 
 
 def train_alone(loss, params, batch, tx, steps: int):
-    """The reference: the same loss and batch on one device, without a mesh. Gives last loss, parameters, optimizer state."""
+    """The reference: the same loss and batch on one device. Gives last loss, parameters, optimizer state."""
 
     @jax.jit
     def step(params, state):
@@ -90,7 +90,9 @@ def train_alone(loss, params, batch, tx, steps: int):
     return value, params, state
 
 
-def train_sharded(loss, params, batch, tx, steps: int, mesh: str, strategy=None, units=UNITS, precision=None, **options):
+def train_sharded(
+    loss, params, batch, tx, steps: int, mesh: str, strategy=None, units=UNITS, precision=None, **options
+):
     """The same through the engine. Gives metrics of the last step, the state, and the step."""
     extra = {} if precision is None else {"precision": precision}
     plan = make_plan(params, submesh(mesh), strategy=strategy, units=units, **extra)
@@ -113,11 +115,13 @@ def assert_close(got, want, relative: float, plan: Plan | None = None) -> None:
         name, a, b = jax.tree_util.keystr(path), np.asarray(a), np.asarray(b)
         assert a.shape == b.shape, f"{name}: shape {a.shape}, wanted {b.shape}"
         worst = np.abs(a - b).max(initial=0)
-        assert worst <= relative * max(np.abs(b).max(initial=0), 1e-30), f"{name}: off by {worst}, largest {np.abs(b).max()}"
+        largest = np.abs(b).max(initial=0)
+        assert worst <= relative * max(largest, 1e-30), f"{name}: off by {worst}, largest {largest}"
 
 
 def bitwise_equal(a, b) -> bool:
-    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 @dataclass(frozen=True)
 class Compiled:

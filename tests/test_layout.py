@@ -192,16 +192,17 @@ def init(key):
 
 
 @functools.cache
-def start_values():
-    return jax.jit(init)(jax.random.key(0))
-
-
-@pytest.mark.parametrize("mesh", ["1x1", "1x2", "1x8", "2x4", "8x1"])
-def test_start_values_do_not_depend_on_the_mesh(mesh):
-    """C-31."""
+def start_values(mesh):
     key = jax.random.key(0)
     plan = make_plan(jax.eval_shape(init, key), submesh(mesh), units={"blocks": STACKED})
-    assert bitwise_equal(plan.unpad(plan.create(init, key)), start_values())
+    return plan.unpad(plan.create(init, key))
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "1x8", "2x4", "8x1"])
+def test_start_values_do_not_depend_on_the_mesh(mesh):
+    """C-31."""
+    assert bitwise_equal(start_values(mesh), start_values("1x1"))
+    assert start_values(mesh)["even"].std() > 0.9
 
 
 def test_parameters_are_created_sharded():

@@ -272,10 +272,14 @@ def loops_of(jaxpr) -> list[dict]:
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "scan" and eqn.params["length"] > 1:
-                consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
-                shapes_in, shapes_out = ([v.aval.shape for v in vs] for vs in (eqn.invars, eqn.outvars))
-                stacked = shapes_in[consts + carry :] + shapes_out[carry:]
-                found.append({"carry": shapes_out[:carry], "stacked": stacked})
+                body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+                outer = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+                inner = [v.aval.shape for v in (*body.invars, *body.outvars)]
+                # What is carried has one shape inside and outside; what is stacked has a dim more outside.
+                results = zip(outer[len(eqn.invars) :], inner[len(eqn.invars) :])
+                carry = [shape for shape, each in results if shape == each]
+                stacked = [shape for shape, each in zip(outer, inner) if shape != each]
+                found.append({"carry": carry, "stacked": stacked})
             jax.tree.map(lambda p: visit(getattr(p, "jaxpr", p)) if hasattr(p, "eqns") else None, eqn.params)
 
     visit(jaxpr.jaxpr)

@@ -1,5 +1,6 @@
 """One unit: its gradient is the sum of all uses, reduced once, and a mean wherever its parameters live."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +14,7 @@ from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
 from jfsdp.step import TrainState, eval_step, train_step
 from jfsdp.unit import call, unshard
-from tests.support import assert_close, submesh, train_alone, train_sharded
+from tests.support import assert_close, bitwise_equal, submesh, train_alone, train_sharded
 
 INNER = {"inner": UnitOptions()}
 ONE_TO_EIGHT = np.arange(1, 9, dtype=np.float32)
@@ -71,25 +72,26 @@ def test_a_parameter_used_by_some_examples_only():
         def branch(inner, x):
             return lax.cond(x[0] % 2 == 0, lambda x: inner["w"] * x, lambda x: 0 * x, x)
 
-        return call(branch, params["inner"], x).mean()
+        return (call(branch, params["inner"], x) * unshard(params["scale"])).mean()
 
-    params = {
-        "inner": {"w": np.float32(1)},
-        "unused": {"cut": np.full(16, 0.1, np.float32), "whole": np.float32(0.1)},
-    }
-    units = {**INNER, "unused": UnitOptions()}
+    spare = {"cut": np.full(16, 0.1, np.float32), "whole": np.float32(0.1)}
+    params = {"inner": {"w": np.float32(1)}, "scale": np.float32(1)}
+    params |= {"unit": spare, "root": spare}  # a whole unit without a use, and a part of one
+    units = {**INNER, "unit": UnitOptions()}
     metrics, state, _ = train_sharded(loss, params, ONE_TO_EIGHT, optax.sgd(1.0), 1, "1x8", units=units)
     assert [float(s.data) for s in state.params["inner"]["w"].addressable_shards] == [1 - 2.5] * 8
-    assert float(metrics["grad_norm"]) == 2.5
+    np.testing.assert_allclose(metrics["grad_norm"], 2.5 * 2**0.5, rtol=1e-6)  # of w and of the scale
 
     tx = optax.adamw(0.1, weight_decay=0.0)
     _, state, _ = train_sharded(loss, params, ONE_TO_EIGHT, tx, 3, "1x8", units=units)
     assert float(state.params["inner"]["w"]) != 1
-    for name, before in params["unused"].items():
-        assert np.array_equal(state.params["unused"][name], before)
-        assert not np.asarray(
-            state.opt_state[0].mu["unused"][name]
-        ).any()  # a zero gradient, not a missing one
+    assert bitwise_equal(
+        {name: state.params[name] for name in ("unit", "root")}, {"unit": spare, "root": spare}
+    )
+    moments = jax.tree.leaves([state.opt_state[0].mu[name] for name in ("unit", "root")])
+    assert len(moments) == 4 and not any(
+        np.asarray(m).any() for m in moments
+    )  # zero gradients, not missing ones
 
 
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
