@@ -39,7 +39,8 @@ class UnitOptions:
     stacked: bool = False
     """Leaves are `[L, ...]`: L equal blocks, each gathered on its own."""
     cut_dim: int | None = None
-    """Cut this dim (of one layer; negative counts from the end) whatever the others; None follows Note [Which dim is cut]."""
+    """Cut this dim (of one layer; negative counts from the end) whatever the others; None follows Note [Which dim is
+    cut]."""
     never_whole: bool = False
     """The unit's gradients never exist whole (vocabulary tables), so no_sync accumulates shards of them."""
     precision: MixedPrecision | None = None
@@ -187,7 +188,9 @@ class Plan:
 
         def one(leaf: ParamLayout, w):
             if tuple(w.shape) != leaf.logical_shape:
-                raise ValueError(f"{leaf.path}: got shape {tuple(w.shape)}, the plan was made for {leaf.logical_shape}.")
+                raise ValueError(
+                    f"{leaf.path}: got shape {tuple(w.shape)}, the plan was made for {leaf.logical_shape}."
+                )
             w = jnp.copy(w)  # device_put may share buffers, and the caller's arrays must survive a donated state
             return jax.device_put(w if leaf.placement.whole_at_rest else pad(w, leaf), self.sharding(leaf.rest_spec))
 
@@ -196,8 +199,9 @@ class Plan:
     def create(self, init, *args):
         """Run `init(*args) -> logical params` with every output created sharded; no device holds the whole model.
 
-        Values do not depend on the mesh. On CPUs that takes a lower optimisation level: a vectorised loop and its scalar
-        remainder may round differently (seen in `jax.random.normal`, JAX 0.12), and where the remainder lies follows the shard.
+        Values do not depend on the mesh. On CPUs that takes a lower optimisation level: a vectorised loop and its
+        scalar remainder may round differently (seen in `jax.random.normal`, JAX 0.12), and where the remainder lies
+        follows the shard.
         """
         is_cpu = self.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_backend_optimization_level": 1} if is_cpu else None  # 1 does not vectorise
@@ -217,8 +221,8 @@ def make_plan(
     """Lay out a pytree of arrays or `jax.ShapeDtypeStruct` on `mesh`.
 
     units: options by path prefix ("blocks", "embed"); the longest match wins and the rest is the root unit "".
-    Raises: ValueError for a prefix that matches no parameter and for a stacked unit whose leaves have unequal numbers of
-        layers, TypeError for a parameter that is not floating.
+    Raises: ValueError for a prefix that matches no parameter and for a stacked unit whose leaves have unequal numbers
+        of layers, TypeError for a parameter that is not floating.
     """
     units = dict(units or {})
     placement = resolve(strategy, mesh)
@@ -226,7 +230,10 @@ def make_plan(
     paths = [path_name(p) for p, _ in flat]
     for prefix in units:
         if not any(_under(path, prefix) for path in paths):
-            raise ValueError(f"unit {prefix!r} matches no parameter. Parameters start with: {sorted({p.split('.')[0] for p in paths})}.")
+            raise ValueError(
+                f"unit {prefix!r} matches no parameter. Parameters start with: "
+                f"{sorted({p.split('.')[0] for p in paths})}."
+            )
     layouts = []
     for path, (_, leaf) in zip(paths, flat):
         unit = max((p for p in units if _under(path, p)), key=len, default="")
@@ -262,7 +269,8 @@ def _check_layers(layouts: list[ParamLayout]) -> None:
         other = first.setdefault(leaf.unit, leaf)
         if leaf.layers != other.layers:
             raise ValueError(
-                f"{leaf.path} has {leaf.layers} layers and {other.path} has {other.layers}; the leaves of a stacked unit need "
+                f"{leaf.path} has {leaf.layers} layers and {other.path} has {other.layers}; "
+                "the leaves of a stacked unit need "
                 f"equal counts. Give {leaf.path!r} a unit of its own."
             )
 
@@ -271,14 +279,18 @@ def _under(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + ".")
 
 
-def _layout(path: str, unit: str, leaf, options: UnitOptions, placement: Placement, precision: MixedPrecision) -> ParamLayout:
+def _layout(
+    path: str, unit: str, leaf, options: UnitOptions, placement: Placement, precision: MixedPrecision
+) -> ParamLayout:
     shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{path}: dtype {dtype.name} cannot be trained. Keep integer state out of the parameters.")
     layers = None
     if options.stacked:
         if not shape:
-            raise ValueError(f"{path}: unit {unit!r} is stacked, so every leaf needs a leading layer dim; this one has shape ().")
+            raise ValueError(
+                f"{path}: unit {unit!r} is stacked, so every leaf needs a leading layer dim; this one has shape ()."
+            )
         layers, shape = shape[0], shape[1:]
     dim, padded, reason = _choose_dim(path, shape, placement, options.cut_dim)
     if options.uses:
@@ -286,7 +298,9 @@ def _layout(path: str, unit: str, leaf, options: UnitOptions, placement: Placeme
     return ParamLayout(path, unit, shape, layers, dtype, dim, padded, reason, options.never_whole, placement, precision)
 
 
-def _choose_dim(path: str, shape: tuple[int, ...], placement: Placement, wanted: int | None) -> tuple[int | None, int, str]:
+def _choose_dim(
+    path: str, shape: tuple[int, ...], placement: Placement, wanted: int | None
+) -> tuple[int | None, int, str]:
     """The dim to cut, its padded size, and the reason in words. See Note [Which dim is cut]."""
     n = placement.shards
     if not placement.shard_axes:

@@ -43,7 +43,8 @@ def run_stack(block: Callable, params, x, *shared, inputs=None, remat="full", sc
     params: pytree of stacked leaves `[L, ...]`, `Sharded` inside the step and plain arrays anywhere else.
     x: pytree that keeps its shapes and dtypes from layer to layer.
     inputs: pytree of `[L, ...]` arrays, one slice per layer (keys, layer scales); None when there are none.
-    shared: the same for every layer; the gradient of what is differentiated (an encoder's output) is summed over layers.
+    shared: the same for every layer; the gradient of what is differentiated (an encoder's output) is summed over
+        layers.
     remat: see `checkpointed`.
     Raises: TypeError when a block changes the shape or dtype of x.
     """
@@ -71,7 +72,8 @@ def checkpointed(block: Callable, remat: str | Sequence[str]) -> Callable:
 
 
 class _Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass; `loop` is stacked, `tail` a list, of (activations, kept weights)."""
+    """What the forward pass leaves for the backward pass: (activations, kept weights), stacked in `loop`, listed in
+    `tail`."""
 
     loop: tuple | None
     tail: list[tuple]
@@ -105,8 +107,13 @@ class _Stack:
         with jax.named_scope("gather"):
             return collectives.gather([at(w, unit) for w in shards], self.layouts)
 
-    def forward(self, shards: Arrays, x: Arrays, inputs: Arrays, shared: Arrays, wanted=None) -> tuple[Arrays, Arrays, _Saved | None]:
-        """Gives x, stacked outs and what is saved. `wanted`: which inputs and shared values get a gradient; None saves nothing."""
+    def forward(
+        self, shards: Arrays, x: Arrays, inputs: Arrays, shared: Arrays, wanted=None
+    ) -> tuple[Arrays, Arrays, _Saved | None]:
+        """Gives x, stacked outs and what is saved.
+
+        wanted: which inputs and shared values get a gradient; None saves nothing.
+        """
         if wanted is not None:
             first = [at(a, 0) for a in inputs]
             self.split = Split(self.block, stand_ins(self.layouts), x, shared, first, (wanted[1], wanted[0]))
@@ -140,7 +147,9 @@ class _Stack:
         last_weights = weights if self.frees else None
         return x, _join(loop_out, tail_out), _Saved(loop, tail, last_weights)
 
-    def backward(self, shards: Arrays, held, inputs: Arrays, shared: Arrays, saved: _Saved, to_x: Arrays, to_outs: Arrays, wanted):
+    def backward(
+        self, shards: Arrays, held, inputs: Arrays, shared: Arrays, saved: _Saved, to_x: Arrays, to_outs: Arrays, wanted
+    ):
         """Cotangents of slots, x, inputs and shared values (the wanted ones)."""
         reducer = Reducer(self.layouts, held, self.regime, self.schedule)
         ahead = range(self.num_layers - 2, max(self.num_layers - 1 - self.depth, -1), -1)
@@ -148,7 +157,9 @@ class _Stack:
             cotangent=to_x,
             queue=[saved.last_weights, *(self.fetch(shards, i) for i in ahead)] if self.frees else [],
             waiting=reducer.start(),
-            to_shared=[collectives.vary(jnp.zeros(s.shape, s.dtype), self.axes) for s, w in zip(shared, wanted[1]) if w],
+            to_shared=[
+                collectives.vary(jnp.zeros(s.shape, s.dtype), self.axes) for s, w in zip(shared, wanted[1]) if w
+            ],
         )
 
         def unit(state: _Back, i: Index, kept, given, to_out):
@@ -156,9 +167,16 @@ class _Stack:
             activations, weights = kept
             queue = [weights] if self.keeps else state.queue or [self.fetch(shards, i)]
             if self.frees and self.depth:
-                queue = [*queue, self.fetch(shards, max(i - self.depth, 0) if isinstance(i, int) else jnp.maximum(i - self.depth, 0))]
+                queue = [
+                    *queue,
+                    self.fetch(
+                        shards, max(i - self.depth, 0) if isinstance(i, int) else jnp.maximum(i - self.depth, 0)
+                    ),
+                ]
             waiting = reducer.advance(state.waiting, i)
-            to_weights, to_x, to_shared, to_given = self.split.pullback(queue[0], activations, shared, given, [*state.cotangent, *to_out])
+            to_weights, to_x, to_shared, to_given = self.split.pullback(
+                queue[0], activations, shared, given, [*state.cotangent, *to_out]
+            )
             to_x, to_shared = _fill(state.cotangent, to_x), [a + b for a, b in zip(state.to_shared, to_shared)]
             return _Back(to_x, queue[1:], reducer.push(waiting, to_weights, i), to_shared), to_given
 
@@ -169,7 +187,9 @@ class _Stack:
             to_tail.insert(0, to_given)
         to_loop = None
         if self.tail_start:
-            layers = jax.tree.map(lambda a: a[: self.tail_start], (jnp.arange(self.num_layers), saved.loop, inputs, to_outs))
+            layers = jax.tree.map(
+                lambda a: a[: self.tail_start], (jnp.arange(self.num_layers), saved.loop, inputs, to_outs)
+            )
             state, to_loop = lax.scan(
                 lambda state, layer: unit(state, *layer),
                 state,
@@ -212,7 +232,15 @@ def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule
 
     def backward(residuals, cotangents):
         shards, held, x, inputs, shared, saved = residuals
-        to_slots, to_x, to_inputs, to_shared = stack.backward(shards, held, inputs, shared, saved, *jax.tree.map(_instantiate, list(cotangents), is_leaf=_is_zero), stack.wanted)
+        to_slots, to_x, to_inputs, to_shared = stack.backward(
+            shards,
+            held,
+            inputs,
+            shared,
+            saved,
+            *jax.tree.map(_instantiate, list(cotangents), is_leaf=_is_zero),
+            stack.wanted,
+        )
         return (
             to_slots,
             [None] * len(shards),
@@ -224,7 +252,9 @@ def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule
 
     run = jax.custom_vjp(primal)
     run.defvjp(forward, backward, symbolic_zeros=True)
-    x, out = run([p.slot for p in leaves], [p.shard for p in leaves], [p.take_held() for p in leaves], x, inputs, shared)
+    x, out = run(
+        [p.slot for p in leaves], [p.shard for p in leaves], [p.take_held() for p in leaves], x, inputs, shared
+    )
     return jax.tree.unflatten(x_tree, x), jax.tree.unflatten(out_tree[-1], out)
 
 
@@ -238,7 +268,9 @@ class Stack(nnx.Module):
     Without a mesh this is a `lax.scan`. Blocks are called `block(x, *shared)` and return x.
     """
 
-    def __init__(self, make_block: Callable, num_layers: int, *, rngs: nnx.Rngs, remat="full", schedule: Schedule = Schedule()):
+    def __init__(
+        self, make_block: Callable, num_layers: int, *, rngs: nnx.Rngs, remat="full", schedule: Schedule = Schedule()
+    ):
         if num_layers < 1:
             raise ValueError(f"num_layers is {num_layers}; a stack needs 1 layer or more.")
         self.num_layers, self.remat, self.schedule = num_layers, remat, schedule
@@ -262,16 +294,25 @@ def _check_leaves(leaves: list) -> None:
             raise TypeError("a stack got sharded and plain parameters together. Lay out all of them in one plan.")
         layout, first = leaf.layout, leaves[0].layout
         if layout.layers is None:
-            raise ValueError(f"{layout.path} goes through a stack but its unit is not stacked. Mark the unit with UnitOptions(stacked=True).")
+            raise ValueError(
+                f"{layout.path} goes through a stack but its unit is not stacked. "
+                "Mark the unit with UnitOptions(stacked=True)."
+            )
         if layout.layers != first.layers:
-            raise ValueError(f"{layout.path} has {layout.layers} layers and {first.path} has {first.layers}; a stack needs equal counts.")
+            raise ValueError(
+                f"{layout.path} has {layout.layers} layers and {first.path} has {first.layers}; "
+                "a stack needs equal counts."
+            )
 
 
 def _check_carry(x: Arrays, x_tree, new_x) -> None:
     flat, tree = jax.tree.flatten(new_x)
     before, after = ([f"{a.dtype.name}{list(a.shape)}" for a in arrays] for arrays in (x, flat))
     if tree != x_tree or before != after:
-        raise TypeError(f"a block of a stack must return x as it came: it got {before} and returned {after}. Cast or project inside the block.")
+        raise TypeError(
+            f"a block of a stack must return x as it came: it got {before} and returned {after}. "
+            "Cast or project inside the block."
+        )
 
 
 def _values(tree):

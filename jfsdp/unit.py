@@ -62,7 +62,11 @@ class Once:
     taken = False
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("shard", "slot", "held", "sink"), meta_fields=("layout", "regime", "once"))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("shard", "slot", "held", "sink"),
+    meta_fields=("layout", "regime", "once"),
+)
 @dataclass(frozen=True)
 class Sharded:
     """A parameter inside the step, as this device holds it. See Note [Where gradients come out]."""
@@ -84,14 +88,17 @@ class Sharded:
         """
         if self.held is not None and self.once.taken:
             raise NotImplementedError(
-                f"{self.layout.path} goes through a stack more than once in a step that accumulates micro-batches. Use accumulate=1 "
+                f"{self.layout.path} goes through a stack more than once in a step that accumulates micro-batches. "
+                "Use accumulate=1 "
                 "with a larger batch, or give each pass its own layers."
             )
         self.once.taken = True
         return self.held
 
 
-def enter(shard: Array, slot: Array | None, held: Array | None, leaf: ParamLayout, regime: Regime = Regime()) -> Sharded:
+def enter(
+    shard: Array, slot: Array | None, held: Array | None, leaf: ParamLayout, regime: Regime = Regime()
+) -> Sharded:
     """A parameter at the start of a loss. `slot` is None where no gradient is wanted (evaluation)."""
     return Sharded(shard, slot, held, None, leaf, regime, Once())
 
@@ -145,7 +152,10 @@ def call(fn: Callable, params, *args):
     if not sharded or not sharded[0].layout.placement.reshard_after_forward:
         return fn(unshard(params), *args)
     if len(sharded) < len(leaves):
-        raise TypeError(f"a unit got {len(sharded)} sharded and {len(leaves) - len(sharded)} plain parameters. Lay out all of them in one plan.")
+        raise TypeError(
+            f"a unit got {len(sharded)} sharded and {len(leaves) - len(sharded)} plain parameters. "
+            "Lay out all of them in one plan."
+        )
     return _call_and_free(fn, sharded, tree, args)
 
 
@@ -178,10 +188,17 @@ def _call_and_free(fn: Callable, sharded: list[Sharded], tree, args):
 
     def backward(residuals, cotangents):
         shards, saved, x, consts = residuals
-        # The barrier keeps the compiler from finding the forward pass's gather again and holding on to its result.
-        weights = collectives.gather(jax.lax.optimization_barrier(shards), layouts)
+        # The barrier keeps the compiler from finding the forward pass's gather again and holding on to its result, and
+        # from gathering for the backward pass before it has begun.
+        shards, cotangents = jax.lax.optimization_barrier((shards, cotangents))
+        weights = collectives.gather(shards, layouts)
         to_weights, to_x, to_consts, _ = split[-1].pullback(weights, saved, consts, [], cotangents)
-        return [None] * len(layouts), _to_sinks(to_weights, sharded), fill_integers(to_x, x), fill_integers(to_consts, consts)
+        return (
+            [None] * len(layouts),
+            _to_sinks(to_weights, sharded),
+            fill_integers(to_x, x),
+            fill_integers(to_consts, consts),
+        )
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
     run.defvjp(forward, backward)

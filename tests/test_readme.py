@@ -1,0 +1,30 @@
+"""The README's Python examples run as they stand, and its options exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_there_are_examples_of_both_doors():
+    assert len(EXAMPLES) == 2
+    assert "fully_shard" in EXAMPLES[0] and "make_plan" in EXAMPLES[1]
+
+
+@pytest.mark.parametrize("source", EXAMPLES, ids=["nnx", "pytree"])
+def test_example_runs_and_prints_finite_numbers(source, capsys):
+    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+    numbers = [float(word) for word in capsys.readouterr().out.split()]
+    assert numbers and all(abs(n) < 1e6 for n in numbers)
+
+
+def test_options_in_the_readme_exist():
+    root = Path(__file__).parent.parent
+    shown = subprocess.run([sys.executable, "train.py", "--help"], capture_output=True, text=True, cwd=root).stdout
+    used = {o for line in re.findall(r"python train\.py (.*)", README) for o in re.findall(r"--[a-z-]+", line)}
+    assert used and not {o for o in used if o not in shown and o != "--help"}
