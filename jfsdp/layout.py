@@ -294,7 +294,7 @@ def _layout(
         layers, shape = shape[0], shape[1:]
     dim, padded, reason = _choose_dim(path, shape, placement, options.cut_dim)
     if options.uses:
-        reason = reason.replace("asked for", "vocabulary, cut on its width")
+        reason = reason.replace("asked for", "a vocabulary's width")
     return ParamLayout(path, unit, shape, layers, dtype, dim, padded, reason, options.never_whole, placement, precision)
 
 

@@ -90,9 +90,7 @@ class TestBytes:
     @pytest.mark.parametrize(("strategy", "shard_mib"), [("HYBRID_SHARD", 2.25), ("HYBRID_SHARD_ZERO2", 1.5)])
     def test_hybrid_strategies_add_an_all_reduce_of_the_shard(self, strategy, shard_mib, late):
         program = equal_units("2x4", strategy, late=late).program
-        gathers, scatters = (
-            program.received_bytes(kind, "shard") for kind in ("all-gather", "reduce-scatter")
-        )
+        gathers, scatters = (program.received_bytes(kind, "shard") for kind in ("all-gather", "reduce-scatter"))
         assert gathers + scatters == shard_mib * MIB
         assert program.received_bytes("all-reduce", "replica") == MIB // 4
         assert program.received_bytes() == pytest.approx((shard_mib + 0.25) * MIB, rel=0.01)
@@ -122,9 +120,7 @@ class TestGathers:
         assert equal_units("1x8", "FULL_SHARD").program.count("all-gather") == 2 * UNITS
         assert equal_units("1x8", "SHARD_GRAD_OP").program.count("all-gather") == UNITS
 
-    @pytest.mark.parametrize(
-        ("prefetch", "gathers"), [(0, 2 * UNITS - 1), (1, 2 * UNITS), (2, 2 * UNITS + 1)]
-    )
+    @pytest.mark.parametrize(("prefetch", "gathers"), [(0, 2 * UNITS - 1), (1, 2 * UNITS), (2, 2 * UNITS + 1)])
     def test_each_depth_of_prefetch_gathers_one_unit_that_it_does_not_use(self, prefetch, gathers):
         params = {"blocks": {"kernel": shape(UNITS, 128, 256)}}
         loss = blocks_loss(Schedule(prefetch=prefetch))
@@ -210,9 +206,7 @@ class TestAccumulation:
     def test_no_sync_reduces_once_and_holds_whole_gradients(self, mesh):
         got = equal_units(mesh, late=False, accumulate=self.MICRO, no_sync=True)
         assert got.program.count("reduce-scatter") == UNITS
-        assert (
-            got.program.count("all-gather") <= 2 * UNITS * self.MICRO
-        )  # less what is lifted out of the loop
+        assert got.program.count("all-gather") <= 2 * UNITS * self.MICRO  # less what is lifted out of the loop
         assert got.program.received_bytes("all-reduce", "replica") == (MIB // 4 if mesh == "2x4" else 0)
         assert held(got) == [(UNITS, 128, 256)]
 
@@ -231,9 +225,7 @@ class TestAccumulation:
         batch = {"x": rng.normal(size=(32, 128)).astype(np.float32)}
         ends = []
         for no_sync in (False, True):
-            got = equal_units(
-                mesh, late=False, accumulate=self.MICRO, **({"no_sync": True} if no_sync else {})
-            )
+            got = equal_units(mesh, late=False, accumulate=self.MICRO, **({"no_sync": True} if no_sync else {}))
             state = TrainState.create(got.plan.place(start), got.step.optimizer.tx, got.plan)
             state, metrics = got.compiled(state, jax.device_put(batch, got.plan.batch_sharding))
             ends.append((np.asarray(state.params["blocks"]["kernel"]), float(metrics["grad_norm"])))
@@ -332,9 +324,7 @@ class TestVocabulary:
         shards = int(mesh[-1])
         program = self.compiled(mesh, lambda params, ids: embed(params["table"], ids)).program
         assert program.received_bytes("all-gather") == 4 * (shards - 1) * self.TOKENS
-        assert (
-            program.received_bytes("all-to-all") == 2 * self.TOKENS * self.WIDTH * 4 * (shards - 1) // shards
-        )
+        assert program.received_bytes("all-to-all") == 2 * self.TOKENS * self.WIDTH * 4 * (shards - 1) // shards
         assert program.count("reduce-scatter") == 0
         shard = self.TABLE // shards if mesh == "2x4" else 0  # summed over 2 copies: 2 (R-1)/R = 1
         assert 0 <= program.received_bytes("all-reduce") - shard < STATISTICS
@@ -360,9 +350,7 @@ class TestVocabulary:
 
         units = {"table": UnitOptions(cut_dim=-1, never_whole=True)}
         params = {"table": shape(self.VOCAB, self.WIDTH)}
-        return compile_step(
-            loss, params, {"ids": shape(self.TOKENS * 8, dtype=jnp.int32)}, mesh, strategy, units
-        )
+        return compile_step(loss, params, {"ids": shape(self.TOKENS * 8, dtype=jnp.int32)}, mesh, strategy, units)
 
 
 def test_submeshes_use_the_first_devices():

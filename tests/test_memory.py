@@ -58,9 +58,7 @@ class TestWhatOutlivesTheForwardPass:
         whole = f"f32[{UNITS},128,256]"
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD"):
             got, _ = temporary(strategy=strategy)
-            entry = [
-                line for line in got.compiled.as_text().splitlines() if whole in line and "broadcast(" in line
-            ]
+            entry = [line for line in got.compiled.as_text().splitlines() if whole in line and "broadcast(" in line]
             assert bool(entry) == (strategy == "NO_SHARD"), strategy
 
 

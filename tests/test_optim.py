@@ -164,9 +164,7 @@ class TestMixing:
         params = values({"kernel": (8, 8), "scale": (8,)})
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
         plan = make_plan(params, submesh("1x8"), units=BLOCKS)
-        with pytest.raises(
-            ValueError, match=r"mixes parameters: .* reads the gradient of .*train_step\(clip_norm"
-        ):
+        with pytest.raises(ValueError, match=r"mixes parameters: .* reads the gradient of .*train_step\(clip_norm"):
             TrainState.create(plan.place(params), tx, plan)
         alone = make_plan({"blocks": params["blocks"]}, submesh("1x8"), units=BLOCKS)
         with pytest.raises(ValueError, match=r"update of blocks.kernel reads the gradient of blocks.scale"):

@@ -66,9 +66,7 @@ def test_the_stored_weight_moves_in_steps_that_bf16_cannot_hold():
         state, _ = step(state, {"x": np.ones(8, np.float32)})
     np.testing.assert_allclose(state.params["w"], 0.9, atol=1e-4)
     assert set(seen) == {jnp.dtype("bfloat16")}
-    assert {a.dtype for a in jax.tree.leaves((state.params, state.opt_state)) if a.ndim} == {
-        jnp.dtype("float32")
-    }
+    assert {a.dtype for a in jax.tree.leaves((state.params, state.opt_state)) if a.ndim} == {jnp.dtype("float32")}
 
 
 class TestNames:
@@ -94,9 +92,7 @@ class TestNames:
     def test_others_are_refused_with_the_known_names(self):
         with pytest.raises(ValueError, match="param_dtype 'bf8' is not a dtype. Use one of fp32, bf16"):
             MixedPrecision(param_dtype="bf8")
-        with pytest.raises(
-            ValueError, match="reduce_dtype int8 is not a floating dtype. Use one of fp32, bf16"
-        ):
+        with pytest.raises(ValueError, match="reduce_dtype int8 is not a floating dtype. Use one of fp32, bf16"):
             MixedPrecision(reduce_dtype="int8")
         with pytest.raises(ValueError, match="dtype bool is not a floating dtype"):
             parse_dtype(bool)

@@ -94,9 +94,7 @@ class TestWeights:
         assert float(metrics["loss"]) == pytest.approx(2.0, rel=1e-6)
         before = np.asarray(state.params["p"])
         state, metrics = step(state, tokens(*([()] * 8), width=3))
-        assert {k: float(metrics[k]) for k in ("loss", "weight", "grad_norm")} == dict(
-            loss=0, weight=0, grad_norm=0
-        )
+        assert {k: float(metrics[k]) for k in ("loss", "weight", "grad_norm")} == dict(loss=0, weight=0, grad_norm=0)
         np.testing.assert_array_equal(state.params["p"], before)
 
     def test_a_scalar_loss_is_the_mean_over_rows(self):
@@ -130,9 +128,7 @@ class TestRefusedLosses:
             return jnp.sum(p), weight(p, key)
 
         state, tx, plan = start({"p": zeros(8)})
-        with pytest.raises(
-            ValueError, match="on the parameters or on random numbers.*count its tokens or rows"
-        ):
+        with pytest.raises(ValueError, match="on the parameters or on random numbers.*count its tokens or rows"):
             train_step(loss, tx, plan)(state, {"x": zeros(8)})
 
     def test_other_results_and_taken_names_say_what_to_return(self):
@@ -148,9 +144,7 @@ class TestRefusedLosses:
                 {"grad_norm": Auxiliary(jnp.float32(0), jnp.float32(1))},
             )
 
-        with pytest.raises(
-            ValueError, match=r"named \['grad_norm'\], which the step logs itself. Choose another"
-        ):
+        with pytest.raises(ValueError, match=r"named \['grad_norm'\], which the step logs itself. Choose another"):
             train_step(taken, tx, plan)(state, {"x": zeros(8)})
 
 
@@ -166,9 +160,7 @@ class TestBatches:
 
     def test_arrays_of_a_batch_have_equal_rows(self):
         state, tx, plan = start({"p": zeros(8)})
-        with pytest.raises(
-            ValueError, match=r"leading sizes \['16', '8'\]; all need the same number of rows"
-        ):
+        with pytest.raises(ValueError, match=r"leading sizes \['16', '8'\]; all need the same number of rows"):
             train_step(products, tx, plan)(state, {"p": zeros(8, 8), "q": zeros(16)})
 
     @pytest.mark.parametrize(
@@ -230,9 +222,7 @@ class TestAccumulation:
                 state, metrics = step(state, batch)
             ends.append((state.params, metrics["loss"], metrics["grad_norm"]))
         for end in ends[1:]:
-            assert_close(
-                end, ends[0], 1e-12
-            )  # float64 has 2e-16; three steps of AdamW on sums in another order
+            assert_close(end, ends[0], 1e-12)  # float64 has 2e-16; three steps of AdamW on sums in another order
 
 
 BLOCKS = {"blocks": UnitOptions(stacked=True)}
@@ -242,9 +232,7 @@ def block_loss(params, batch, key):
     def block(w, x, _):
         return x + jnp.tanh(x @ w["kernel"]) @ w["kernel"].T, None
 
-    return jnp.mean(
-        run_stack(block, params["blocks"], batch["x"], schedule=Schedule(late_reduce=False))[0] ** 2
-    )
+    return jnp.mean(run_stack(block, params["blocks"], batch["x"], schedule=Schedule(late_reduce=False))[0] ** 2)
 
 
 def stacked(**options):
@@ -280,9 +268,7 @@ class TestNorms:
             "whole": rng.normal(size=3),
         }
         state, tx, plan = start({name: zeros(*g.shape) for name, g in gradients.items()}, "2x4")
-        state, metrics = train_step(products, tx, plan, clip_norm=0.5, norm_type=norm_type)(
-            state, rows(gradients)
-        )
+        state, metrics = train_step(products, tx, plan, clip_norm=0.5, norm_type=norm_type)(state, rows(gradients))
         norm = np.linalg.norm(np.concatenate([g.reshape(-1) for g in gradients.values()]), norm_type)
         assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
         clipped = {name: -g * 0.5 / norm for name, g in gradients.items()}
@@ -362,9 +348,7 @@ class TestStates:
         check_separate_buffers(state)
         step = train_step(products, tx, plan)
         shared = replace(state, opt_state=state.params)
-        with pytest.raises(
-            ValueError, match=r"params\.p and opt_state\.p share one buffer.*Copy one of them"
-        ):
+        with pytest.raises(ValueError, match=r"params\.p and opt_state\.p share one buffer.*Copy one of them"):
             step(shared, rows({"p": np.ones(8), "q": np.ones(8)}))
         state, _ = step(state, rows({"p": np.ones(8), "q": np.ones(8)}))
         swapped = replace(state, params=state.opt_state)

@@ -73,9 +73,7 @@ class TestEquality:
         params, batch, tx = tables(tied=True), token_batch(), optax.sgd(0.1)
         want = train_alone(language_loss(False), params, batch, tx, 2)
         options = dict(units=TIED, accumulate=2, no_sync=strategy != "SHARD_OPT")
-        metrics, state, _ = train_sharded(
-            language_loss(True), params, batch, tx, 2, "1x8", strategy, **options
-        )
+        metrics, state, _ = train_sharded(language_loss(True), params, batch, tx, 2, "1x8", strategy, **options)
         assert_close((metrics["loss"], state.logical_params()), (want[0], want[1]), 1e-11)
 
     def test_chunks_of_tokens_without_a_mesh_equal_all_at_once(self, float64):
@@ -110,14 +108,10 @@ class TestNeverWhole:
 
         def loss(params, batch, key):
             x = embed(params["embed"], batch["tokens"])
-            nll = cross_entropy(
-                params.get("head", params["embed"]), x, batch["tokens"], stream_above=0, slice_rows=64
-            )
+            nll = cross_entropy(params.get("head", params["embed"]), x, batch["tokens"], stream_above=0, slice_rows=64)
             return jnp.mean(nll)
 
-        got = compile_step(
-            loss, params, {"tokens": shape(64, dtype=jnp.int32)}, "1x8", units=TIED if tied else UNTIED
-        )
+        got = compile_step(loss, params, {"tokens": shape(64, dtype=jnp.int32)}, "1x8", units=TIED if tied else UNTIED)
         assert max(c.payload_bytes() for c in got.program.collectives) == 64 * 64 * 4
         assert "f32[512,64]" not in got.compiled.as_text()
         assert f"f32[8,{512}]" not in got.compiled.as_text()  # nor the logits of 8 tokens

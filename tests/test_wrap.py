@@ -113,8 +113,7 @@ class TestView:
         def looking(model, batch, key):
             seen.append((is_sharded(model.embed.table.get_value()), model.norm.scale.get_value().dtype.name))
             assert all(
-                is_sharded(w)
-                for w in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model.blocks)), is_leaf=is_sharded)
+                is_sharded(w) for w in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model.blocks)), is_leaf=is_sharded)
             )
             return loss(model, batch, key)
 
