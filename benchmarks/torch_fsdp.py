@@ -213,7 +213,7 @@ def torch_step(setting: Setting, rank: int, store: str) -> Callable[[], float]:
 
 
 def _torch_llama(setting: Setting):
-    """The model of models/llama.py in PyTorch: fused kernels where PyTorch has them, norms in fp32 inside `rms_norm`."""
+    """models/llama.py in PyTorch: fused kernels where PyTorch has them, norms in fp32 inside `rms_norm`."""
     import torch
     import torch.nn.functional as F
     from torch import nn

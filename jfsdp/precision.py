@@ -33,6 +33,8 @@ class MixedPrecision:
             value = getattr(self, field)
             if value is not None:
                 object.__setattr__(self, field, parse_dtype(value, field))
+            if getattr(self, field) == jnp.float16:
+                raise NotImplementedError(f"{field} float16 needs a loss scale, which is not served yet. Use bfloat16.")
 
 
 def wide(dtype) -> jnp.dtype:

@@ -9,10 +9,6 @@ once, asks for every saved value which inputs it depends on, and sorts it:
               and computed again in the backward pass, from the weights gathered there
 
 What `jax.checkpoint` does inside the unit decides how many activations there are; it never adds a gather.
-
-Note [bf16 stacks on a CPU]
-XLA computes bf16 in fp32 on a CPU, and that includes writing one layer into a stack `[L, ...]`: all L layers are turned
-into fp32 and back, once per layer. As integers of the same bits they are written in place.
 """
 
 from __future__ import annotations
@@ -22,10 +18,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.interpreters import partial_eval as pe
-
-from jfsdp.matmul import platform
 
 Arrays = list[Array]
 
@@ -104,19 +98,6 @@ class Split:
         for i in rebuilt:
             wanted[first + i] = True
         self._rebuild, self._rebuild_reads = pe.dce_jaxpr(jaxpr, wanted)
-
-
-def pack(tree):
-    """What a loop is to stack, and the dtypes that `unpack` asks for. See Note [bf16 stacks on a CPU]."""
-    dtypes = jax.tree.map(lambda a: a.dtype, tree)
-    if platform() != "cpu":
-        return dtypes, tree
-    return dtypes, jax.tree.map(lambda a: lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a, tree)
-
-
-def unpack(tree, dtypes):
-    """The way back, for one layer."""
-    return jax.tree.map(lambda a, dtype: a if a.dtype == dtype else lax.bitcast_convert_type(a, dtype), tree, dtypes)
 
 
 def is_floating(a) -> bool:

@@ -32,7 +32,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jfsdp import collectives
-from jfsdp.residuals import Arrays, Split, hoist, is_floating, pack, unpack
+from jfsdp.residuals import Arrays, Split, hoist, is_floating
 from jfsdp.schedule import Index, Reducer, Schedule, Waiting, at
 from jfsdp.unit import Sharded, fill_integers, is_sharded, stand_ins
 
@@ -133,7 +133,6 @@ class _Stack:
 
         def body(carry, layer):
             x, queue, out, saved, _ = unit(*carry, *layer)
-            self.dtypes, saved = pack(saved)
             return (x, queue), (out, saved)
 
         loop_out, loop = None, None
@@ -192,7 +191,7 @@ class _Stack:
                 lambda a: a[: self.tail_start], (jnp.arange(self.num_layers), saved.loop, inputs, to_outs)
             )
             state, to_loop = lax.scan(
-                lambda state, layer: unit(state, layer[0], unpack(layer[1], self.dtypes), *layer[2:]),
+                lambda state, layer: unit(state, *layer),
                 state,
                 layers,
                 reverse=True,

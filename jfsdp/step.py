@@ -33,9 +33,9 @@ from jax.sharding import PartitionSpec
 
 from jfsdp import collectives
 from jfsdp.gpu import compiler_options
-from jfsdp.layout import Plan, pad, unpad
-from jfsdp.precision import wide
+from jfsdp.layout import Plan
 from jfsdp.optim import Optimizer, global_norm, gradient_sums
+from jfsdp.precision import wide
 from jfsdp.unit import Regime, empty_slot, enter, track
 
 
@@ -68,7 +68,9 @@ class TrainState:
 
     @classmethod
     def create(cls, params, tx: optax.GradientTransformation, plan: Plan, *, seed: int = 0) -> TrainState:
-        """A state at step 0 from stored parameters (`plan.place` or `plan.create` make them); the optimizer's state is created sharded.
+        """A state at step 0 from stored parameters (`plan.place` or `plan.create` make them).
+
+        The optimizer's state is created sharded.
 
         Raises: ValueError when a parameter is not placed as the plan says, or two leaves share a buffer.
         """
@@ -114,9 +116,10 @@ class TrainStep:
     def __call__(self, state: TrainState, batch) -> tuple[TrainState, dict[str, Array]]:
         """One optimizer step on a global batch (arrays with equal leading size, a multiple of devices x accumulate).
 
-        Gives the new state and metrics: `loss`, `weight` (tokens counted), `grad_norm`, `skipped`, and the auxiliary losses.
-        Raises: ValueError for a batch that does not divide, and for a state of another plan or in which two leaves share
-            a buffer; FloatingPointError under nonfinite="raise", whose `state` is the state before the step.
+        Gives the new state and metrics: `loss`, `weight` (tokens counted), `grad_norm`, `skipped`, and the auxiliary
+        losses.
+        Raises: ValueError for a batch that does not divide, and for a state of another plan or in which two leaves
+            share a buffer; FloatingPointError under nonfinite="raise", whose `state` is the state before the step.
         """
         self.check_batch(batch)
         self._check_plan(state)
@@ -138,7 +141,6 @@ class TrainStep:
 
     @cached_property
     def jitted(self):
-        shardings = self.plan.sharding(PartitionSpec())
         return jax.jit(
             self._step,
             donate_argnums=(0,) if self._donate else (),
@@ -152,13 +154,16 @@ class TrainStep:
         devices = self.plan.placement.shards * self.plan.placement.replicas
         share = devices * self.accumulate
         if len(rows) != 1 or None in rows:
-            raise ValueError(f"the arrays of a batch have leading sizes {sorted(map(str, rows))}; all need the same number of rows.")
+            raise ValueError(
+                f"the arrays of a batch have leading sizes {sorted(map(str, rows))}; all need the same number of rows."
+            )
         (size,) = rows
         if size == 0 or size % share:
             below, above = size // share * share, -(-max(size, 1) // share) * share
             nearest = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
-                f"a batch of {size} rows does not divide by {devices} devices x {self.accumulate} micro-batches = {share}. Use {nearest} rows."
+                f"a batch of {size} rows does not divide by {devices} devices x {self.accumulate} micro-batches = "
+                f"{share}. Use {nearest} rows."
             )
 
     def _check_plan(self, state: TrainState) -> None:
@@ -208,13 +213,17 @@ class TrainStep:
         keys = jax.random.split(_own_key(key, axes), n)
         terms = partial(loss_terms, self.loss, plan.view)
         totals = total_weights(terms, plan, params, micro, keys, axes)
-        weights = {name: jnp.where(w == 0, 1, w) for name, w in totals.items()}  # nothing counted: the loss is 0, not NaN
+        weights = {
+            name: jnp.where(w == 0, 1, w) for name, w in totals.items()
+        }  # nothing counted: the loss is 0, not NaN
 
         def backward(held, batch, key, regime: Regime):
             def objective(slots):
                 entered = _enter(plan, params, slots, held, regime)
                 parts = terms(entered, batch, key)
-                return sum(t.coefficient * t.sum / weights[name] for name, t in parts.items()), {name: t.sum for name, t in parts.items()}
+                return sum(t.coefficient * t.sum / weights[name] for name, t in parts.items()), {
+                    name: t.sum for name, t in parts.items()
+                }
 
             slots = plan.map(lambda leaf: empty_slot(leaf, regime))
             (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(slots)
@@ -269,18 +278,23 @@ class TrainStep:
             return tuple(out)
 
         specs = tuple(leaf.shard_spec for leaf in plan.leaves)
-        whole = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=tuple(PartitionSpec() for _ in flat))(*flat)
+        whole = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=tuple(PartitionSpec() for _ in flat))(
+            *flat
+        )
         return jax.tree.unflatten(tree, whole)
 
     def _state_shardings(self):
         everywhere = self.plan.sharding(PartitionSpec())
-        return TrainState(everywhere, everywhere, self.plan.rest_shardings, self.optimizer.state_shardings, everywhere, self.plan)
+        return TrainState(
+            everywhere, everywhere, self.plan.rest_shardings, self.optimizer.state_shardings, everywhere, self.plan
+        )
 
     def _explain(self, state: TrainState, metrics) -> str:
         bad = [leaf.path for leaf, is_bad in zip(self.plan.leaves, metrics["bad"]) if is_bad]
         named = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         return (
-            f"step {int(state.step)}: the gradient of {named} is not finite (loss {float(metrics['loss']):.6g}); nothing was updated. "
+            f"step {int(state.step)}: the gradient of {named} is not finite (loss {float(metrics['loss']):.6g}); "
+            "nothing was updated. "
             "Lower the learning rate or look at this batch; nonfinite='skip' goes on without it."
         )
 
@@ -300,15 +314,15 @@ def train_step(
 ) -> TrainStep:
     """Build `step(state, batch) -> (state, metrics)` for `loss(params, batch, key)`.
 
-    loss: sees one device's rows of one micro-batch and gives `(sum, weight)`, or `(sum, weight, {name: Auxiliary})`, or a
-        scalar, which is the mean over its rows. The weight may depend on the batch only. See Note [Sum and weight].
+    loss: sees one device's rows of one micro-batch and gives `(sum, weight)`, or `(sum, weight, {name: Auxiliary})`,
+        or a scalar, which is the mean over its rows. The weight may depend on the batch only: Note [Sum and weight].
     accumulate: micro-batches per step.
-    no_sync: keep whole unreduced gradients until the last micro-batch (one reduction per step, all of the gradient's bytes);
-        False reduce-scatters each micro-batch into shards. Same result.
+    no_sync: keep whole unreduced gradients until the last micro-batch (one reduction per step, all of the gradient's
+        bytes); False reduce-scatters each micro-batch into shards. Same result.
     clip_norm: clip to this norm over all parameters; None does not clip.
     norm_type: 1, 2, 3, ... or `math.inf`.
-    nonfinite: "raise" stops at a gradient that is not finite and names the parameter, "skip" goes on with the state as it
-        was, "ignore" does not look. A step is never half applied.
+    nonfinite: "raise" stops at a gradient that is not finite and names the parameter, "skip" goes on with the state as
+        it was, "ignore" does not look. A step is never half applied.
     options: XLA options of this compile, beside the ones that `gpu.compiler_options` chooses for the platform.
     Raises: ValueError for a setting out of range.
     """
@@ -336,7 +350,10 @@ def train_step(
 
 
 def eval_step(loss: Callable, plan: Plan) -> Callable:
-    """Build `evaluate(params, batch) -> (sum, weight)` over the global batch, without gradients; `loss` as for `train_step`."""
+    """Build `evaluate(params, batch) -> (sum, weight)` over the global batch, without gradients.
+
+    `loss` as for `train_step`.
+    """
     axes, everywhere = plan.placement.data_axes, PartitionSpec()
 
     def local(params, batch):
@@ -345,24 +362,31 @@ def eval_step(loss: Callable, plan: Plan) -> Callable:
         return collectives.total(term.sum, axes), collectives.total(term.weight, axes)
 
     sharded = jax.shard_map(
-        local, mesh=plan.mesh, in_specs=(plan.map(lambda leaf: leaf.rest_spec), PartitionSpec(axes)), out_specs=(everywhere, everywhere)
+        local,
+        mesh=plan.mesh,
+        in_specs=(plan.map(lambda leaf: leaf.rest_spec), PartitionSpec(axes)),
+        out_specs=(everywhere, everywhere),
     )
     options = compiler_options(plan.mesh.devices.flat[0].platform)
     return jax.jit(sharded, in_shardings=(plan.rest_shardings, plan.batch_sharding), compiler_options=options or None)
 
 
 def loss_terms(loss: Callable, view: Callable, params, batch, key) -> dict[str, Auxiliary]:
-    """Call a loss on tracked parameters and bring its result into one form: {"loss": ..., and auxiliary ones by name}."""
+    """Call a loss on tracked parameters; bring its result into one form, {"loss": ..., and auxiliary ones by name}."""
     params = track(params)
     out = loss(view(params), batch, key)
     if not isinstance(out, tuple):
         rows = jax.tree.leaves(batch)[0].shape[0]
         return {"loss": Auxiliary(out * rows, jnp.asarray(rows, out.dtype))}
     if len(out) not in (2, 3):
-        raise TypeError(f"the loss returned {len(out)} values. Return a mean, (sum, weight), or (sum, weight, {{name: Auxiliary}}).")
+        raise TypeError(
+            f"the loss returned {len(out)} values. Return a mean, (sum, weight), or (sum, weight, {{name: Auxiliary}})."
+        )
     others = dict(out[2]) if len(out) == 3 else {}
     if clash := set(others) & {"loss", "weight", "grad_norm", "skipped", "bad"}:
-        raise ValueError(f"an auxiliary loss is named {sorted(clash)}, which the step logs itself. Choose another name.")
+        raise ValueError(
+            f"an auxiliary loss is named {sorted(clash)}, which the step logs itself. Choose another name."
+        )
     return {"loss": Auxiliary(out[0], out[1]), **others}
 
 
@@ -382,7 +406,8 @@ def total_weights(terms: Callable, plan: Plan, params, micro, keys, axes) -> dic
     n_params, n_batch = len(jax.tree.leaves(entered)), len(jax.tree.leaves(example))
     if any(used[:n_params]) or used[-1]:
         raise ValueError(
-            "the weight of the loss depends on the parameters or on random numbers. It must follow from the batch alone "
+            "the weight of the loss depends on the parameters or on random numbers. It must follow from the batch "
+            "alone "
             "(count its tokens or rows), because gradients are divided by its total before the backward pass."
         )
     reads = used[n_params : n_params + n_batch]
@@ -407,12 +432,18 @@ def check_separate_buffers(state) -> None:
         for shard in data.addressable_shards:
             where = (shard.device.id, shard.data.unsafe_buffer_pointer())
             if shard.data.nbytes and seen.setdefault(where, name) != name:
-                raise ValueError(f"{seen[where]} and {name} share one buffer, and the step donates both. Copy one of them (jnp.copy) first.")
+                raise ValueError(
+                    f"{seen[where]} and {name} share one buffer, and the step donates both. "
+                    "Copy one of them (jnp.copy) first."
+                )
 
 
 def _enter(plan: Plan, params, slots, held, regime: Regime):
     none = plan.map(lambda leaf: None)
-    flat = [jax.tree.leaves(t, is_leaf=lambda x: x is None) for t in (params, none if slots is None else slots, none if held is None else held)]
+    flat = [
+        jax.tree.leaves(t, is_leaf=lambda x: x is None)
+        for t in (params, none if slots is None else slots, none if held is None else held)
+    ]
     entered = [enter(w, slot, h, leaf, regime) for leaf, w, slot, h in zip(plan.leaves, *flat)]
     return jax.tree.unflatten(jax.tree.structure(plan.layouts), entered)
 
@@ -431,6 +462,7 @@ def _check_placed(params, plan: Plan) -> None:
         wanted = plan.sharding(leaf.rest_spec)
         if tuple(w.shape) != leaf.rest_shape or not w.sharding.is_equivalent_to(wanted, w.ndim):
             raise ValueError(
-                f"{leaf.path}: got {tuple(w.shape)} placed as {w.sharding}, the plan stores {leaf.rest_shape} as {leaf.rest_spec}. "
+                f"{leaf.path}: got {tuple(w.shape)} placed as {w.sharding}, "
+                f"the plan stores {leaf.rest_shape} as {leaf.rest_spec}. "
                 "Place parameters with plan.place(params), or create them with plan.create(init)."
             )

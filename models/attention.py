@@ -17,8 +17,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jfsdp.matmul import platform
-
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "chunked")
 
 
@@ -104,6 +102,12 @@ def cuda_capability() -> tuple[int, int] | None:
     device = jax.local_devices()[0]
     major, dot, minor = str(getattr(device, "compute_capability", "")).partition(".")  # ROCm says "gfx942"
     return (int(major), int(minor)) if device.platform == "gpu" and dot else None
+
+
+def platform() -> str:
+    """Where what is being traced will run: the mesh's inside a sharded step, else this process's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def wide(dtype: DTypeLike):
