@@ -36,6 +36,21 @@ def test_a_tiny_parameter_of_an_inner_unit_gets_the_mean(mesh):
     np.testing.assert_allclose(state.logical_params()["inner"]["s"], [1.55], rtol=1e-7)  # fp32 rounding
 
 
+def test_a_scalar_stays_whole_and_keeps_its_shape():
+    """C-04, as far as the engine goes; its checkpoint and export come with checkpoints."""
+
+    def loss(params, x, key):
+        return call(lambda inner, x: inner["s"] * x, params["inner"], x).mean()
+
+    params = {"inner": {"s": np.array(2.0, np.float32)}}
+    metrics, state, step = train_sharded(loss, params, ONE_TO_EIGHT, optax.sgd(0.1), 1, "1x8", units=INNER)
+    (scalar,) = jax.tree.leaves(state.params)
+    assert float(metrics["grad_norm"]) == 4.5
+    assert scalar.shape == () and scalar.sharding.is_fully_replicated
+    assert step.plan.leaves[0].reason == "1 elements for 8 shards"
+    np.testing.assert_allclose(scalar, 1.55, rtol=1e-7)
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize(
     "prefetch", [None, 0, 1], ids=["unit", "stack-without-prefetch", "stack-with-prefetch"]
