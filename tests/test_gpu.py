@@ -47,7 +47,7 @@ class TestCompiled:
     @pytest.fixture(scope="class")
     @staticmethod
     def report():
-        return gpu.compile_ahead("test_gpu:prefetching_step", gpu="h100", mesh="2x4")
+        return gpu.compile_ahead(f"{__name__}:prefetching_step", gpu="h100", mesh="2x4")
 
     def test_gathers_travel_in_bf16_and_hide(self, report):
         layer = 2 * WIDTH * WIDTH
@@ -59,7 +59,7 @@ class TestCompiled:
         assert ahead and all(not c.is_sync and c.matmul_flops > 0 for c in ahead)
 
     def test_double_buffering_renames_weights_instead_of_copying_them(self, report):
-        plain = gpu.compile_ahead("test_gpu:prefetching_step", {"layers": LAYERS}, mesh="2x4", options={})
+        plain = gpu.compile_ahead(f"{__name__}:prefetching_step", {"layers": LAYERS}, mesh="2x4", options={})
         weight = 2 * WIDTH * WIDTH
         assert [loop.trips for loop in report.program.loops] == [LAYERS // 2]
         assert [loop.trips for loop in plain.program.loops] == [LAYERS]
@@ -75,7 +75,7 @@ class TestCompiled:
 
     def test_a_failing_target_says_why(self):
         with pytest.raises(RuntimeError, match="did not compile for 1x8 h100:(.|\n)*no such model"):
-            gpu.compile_ahead("test_gpu:failing_step")
+            gpu.compile_ahead(f"{__name__}:failing_step")
 
     @pytest.mark.parametrize("name", gpu.GPUS)
     def test_every_description_is_understood(self, name):
