@@ -68,8 +68,11 @@ class Built(NamedTuple):
     """Abstract arguments of `step`, shardings included."""
 
 
-def build(config: Config, mesh: Mesh, variant: str = "annotations") -> Built:
-    """The training step of one variant on a mesh with the axes `replica` and `shard`."""
+def build(config: Config, mesh: Mesh, variant: str = "annotations", *, log_norm: bool = False) -> Built:
+    """The training step of one variant on a mesh with the axes `replica` and `shard`.
+
+    log_norm: give `(loss, gradient norm)` instead of the loss, as our own step always does.
+    """
     if variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}. Known are {', '.join(VARIANTS)}.")
     specs = _specs(variant)
@@ -84,7 +87,8 @@ def build(config: Config, mesh: Mesh, variant: str = "annotations") -> Built:
         params, moments = state
         loss, grads = gradients(params, tokens, targets)
         updates, moments = tx.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
+        result = (loss, optax.global_norm(grads)) if log_norm else loss
+        return (optax.apply_updates(params, updates), moments), result
 
     place = functools.partial(NamedSharding, mesh)
     shardings = jax.tree.map(place, specs)
