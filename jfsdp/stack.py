@@ -167,12 +167,9 @@ class _Stack:
             activations, weights = kept
             queue = [weights] if self.keeps else state.queue or [self.fetch(shards, i)]
             if self.frees and self.depth:
-                queue = [
-                    *queue,
-                    self.fetch(
-                        shards, max(i - self.depth, 0) if isinstance(i, int) else jnp.maximum(i - self.depth, 0)
-                    ),
-                ]
+                below = i - self.depth  # clamped at the end: Note [The one unused gather]
+                below = max(below, 0) if isinstance(i, int) else jnp.maximum(below, 0)
+                queue = [*queue, self.fetch(shards, below)]
             waiting = reducer.advance(state.waiting, i)
             to_weights, to_x, to_shared, to_given = self.split.pullback(
                 queue[0], activations, shared, given, [*state.cotangent, *to_out]
@@ -190,13 +187,8 @@ class _Stack:
             layers = jax.tree.map(
                 lambda a: a[: self.tail_start], (jnp.arange(self.num_layers), saved.loop, inputs, to_outs)
             )
-            state, to_loop = lax.scan(
-                lambda state, layer: unit(state, *layer),
-                state,
-                layers,
-                reverse=True,
-                unroll=self.schedule.unroll,
-            )
+            body = lambda state, layer: unit(state, *layer)
+            state, to_loop = lax.scan(body, state, layers, reverse=True, unroll=self.schedule.unroll)
         return reducer.finish(state.waiting), state.cotangent, _join(to_loop, to_tail), state.to_shared
 
 

@@ -89,8 +89,7 @@ class Sharded:
         if self.held is not None and self.once.taken:
             raise NotImplementedError(
                 f"{self.layout.path} goes through a stack more than once in a step that accumulates micro-batches. "
-                "Use accumulate=1 "
-                "with a larger batch, or give each pass its own layers."
+                "Use accumulate=1 with a larger batch, or give each pass its own layers."
             )
         self.once.taken = True
         return self.held
