@@ -1,0 +1,126 @@
+"""The safetensors format: equal to what the `safetensors` package reads and writes, one tensor in memory at a time."""
+
+import json
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jfsdp.safetensors import Entry, read_safetensors, write_safetensors
+
+DTYPES = ["float32", "float16", "bfloat16", "float64", "int32", "uint8", "bool"]
+
+
+def values(shape=(3, 5), dtypes=DTYPES):
+    rng = np.random.default_rng(0)
+    dtype = lambda name: getattr(ml_dtypes, name, None) or np.dtype(name)  # noqa: E731
+    return {f"part.{name}": (4 * rng.normal(size=shape)).astype(dtype(name)) for name in dtypes}
+
+
+def entries(tensors):
+    return [Entry(name, a.shape, a.dtype, lambda a=a: a) for name, a in tensors.items()]
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def test_every_dtype_comes_back_bitwise_with_slices_and_scalars(tmp_path):
+    tensors = {**values(), "scalar": np.float32(2.5).reshape(()), "empty": np.zeros((0, 4), np.float32)}
+    write_safetensors(tmp_path, entries(tensors))
+    found = read_safetensors(tmp_path)
+    assert set(found) == set(tensors)
+    for name, a in tensors.items():
+        assert (found[name].shape, found[name].dtype) == (a.shape, a.dtype)
+        assert same(found[name][...], a)
+    assert same(found["part.bfloat16"][1:3, ::2], tensors["part.bfloat16"][1:3, ::2])
+
+
+def test_an_independent_reader_agrees_and_finds_the_alias(tmp_path):
+    """C-49: one name is written, the alias is recorded, every name of the index is in its file."""
+    safetensors = pytest.importorskip("safetensors")
+    tensors = values(dtypes=["float32", "float16", "int32"])
+    files = write_safetensors(tmp_path, entries(tensors), aliases={"tied": "part.float16"}, max_file_bytes=64)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert [file.name for file in files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert index["metadata"] == {"total_size": 15 * 10, "aliases": {"tied": "part.float16"}}
+    assert set(index["weight_map"]) == set(tensors)
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(tmp_path / file, "np") as opened:
+            assert same(opened.get_tensor(name), tensors[name])
+            assert ("tied" in opened.metadata()) == (name == "part.float16")
+
+
+def test_files_of_the_package_are_read(tmp_path):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    tensors = values(dtypes=["float32", "float64", "uint8"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        assert all(same(tensor[...], tensors[name]) for name, tensor in read_safetensors(source).items())
+
+
+def test_writing_and_reading_hold_one_tensor(tmp_path):
+    big, count = np.dtype(np.float32), 8
+    shape = (256, 1024)  # 1 MiB
+
+    def entry(i):
+        return Entry(f"t{i}", shape, big, lambda: np.full(shape, i, big))
+
+    tracemalloc.start()
+    write_safetensors(tmp_path, [entry(i) for i in range(count)], max_file_bytes=3 << 20)
+    wrote = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    sums = [float(tensor[...].mean()) for tensor in read_safetensors(tmp_path).values()]
+    read = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sums == list(range(count))
+    assert wrote < 1.5 * (1 << 20) and read < 1.5 * (1 << 20)
+
+
+def test_only_the_writer_writes_and_all_fetch(tmp_path):
+    fetched = []
+    entry = Entry("a", (2,), np.float32, lambda: fetched.append(1) or np.zeros(2, np.float32))
+    write_safetensors(tmp_path / "out", [entry], is_writer=False)
+    assert fetched == [1] and not (tmp_path / "out").exists()
+
+
+def test_a_fetch_that_fails_leaves_no_file_under_its_name(tmp_path):
+    def fail():
+        raise RuntimeError("gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        write_safetensors(tmp_path, [Entry("a", (2,), np.float32, fail)])
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_what_was_not_announced_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a was announced as float32\[2\] and came as float64\[3\]"):
+        write_safetensors(tmp_path, [Entry("a", (2,), np.float32, lambda: np.zeros(3))])
+    with pytest.raises(ValueError, match="must differ"):
+        write_safetensors(tmp_path, entries(values()) * 2)
+    with pytest.raises(ValueError, match="an alias must mean a tensor that is written"):
+        write_safetensors(tmp_path, entries(values()), aliases={"b": "nothing"})
+
+
+def test_a_cut_off_file_is_refused_by_name(tmp_path):
+    (file,) = write_safetensors(tmp_path, entries(values()))
+    whole = file.read_bytes()
+    for size in (len(whole) // 2, 40, 0):
+        file.write_bytes(whole[:size])
+        with pytest.raises(
+            ValueError, match="model.safetensors cannot be read as safetensors.*Fetch or export it again"
+        ):
+            read_safetensors(tmp_path)
+
+
+def test_an_index_that_names_too_much_and_an_empty_folder_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no .safetensors files. Give a folder as the Hugging Face hub"):
+        read_safetensors(tmp_path)
+    write_safetensors(tmp_path, entries(values()), max_file_bytes=64)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["ghost"] = index["weight_map"]["part.float32"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names ghost, which no file holds"):
+        read_safetensors(tmp_path)
