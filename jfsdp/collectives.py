@@ -115,6 +115,11 @@ def total(x: Array, axes: Sequence[str]) -> Array:
     return lax.psum(vary(x, axes), axes) if axes else x
 
 
+def mean(x: Array, axes: Sequence[str]) -> Array:
+    """Mean over `axes` of a buffer that differs between devices (batch statistics): its bytes, all-reduced."""
+    return lax.pmean(vary(x, axes), tuple(axes))
+
+
 def largest(x: Array, axes: Sequence[str]) -> Array:
     """Maximum of a scalar or short vector over `axes`: a few bytes."""
     axes = tuple(axes)

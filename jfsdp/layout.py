@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -43,8 +44,15 @@ class UnitOptions:
     cut]."""
     never_whole: bool = False
     """The unit's gradients never exist whole (vocabulary tables), so no_sync accumulates shards of them."""
+    strategy: str | ShardingStrategy | None = None
+    """Strategy of this unit; None takes the plan's."""
+    reshard_after_forward: bool | int | None = None
+    """True frees weights after forward, False keeps them until backward, a number keeps that fraction; None follows
+    the strategy. See `strategy.resolve`."""
     precision: MixedPrecision | None = None
     """Dtypes of this unit; None takes the plan's."""
+    remat: str | tuple[str, ...] = "none"
+    """Activation checkpointing of a unit that is called, see `stack.checkpointed`; a `Stack` has its own."""
     uses: tuple[str, ...] = ()
     """What a vocabulary table serves as, "embed" and "head"; for the traffic that `plan.py` predicts."""
 
@@ -68,6 +76,8 @@ class ParamLayout:
     never_whole: bool
     placement: Placement
     precision: MixedPrecision
+    trainable: bool = True
+    """False freezes it: gathered as the others, no gradient, no optimizer state."""
 
     @property
     def size(self) -> int:
@@ -80,7 +90,8 @@ class ParamLayout:
 
     @property
     def param_dtype(self) -> jnp.dtype:
-        return self.precision.param_dtype or self.dtype
+        floating = jnp.issubdtype(self.dtype, jnp.floating)
+        return (self.precision.param_dtype if floating else None) or self.dtype
 
     @property
     def reduce_dtype(self) -> jnp.dtype:
@@ -129,6 +140,29 @@ class ParamLayout:
         return self.stack(self.shape)
 
 
+class Door:
+    """How a loss sees parameters and buffers: here as they are, `params`, or `(params, buffers)` if there are any.
+
+    `wrap.py` has the one that makes a Flax module of them.
+    """
+
+    def enter(self, params, buffers):
+        """What the loss is called with, inside the step."""
+        return (params, buffers) if jax.tree.leaves(buffers) else params
+
+    def leave(self, entered, buffers, returned):
+        """The buffers after the loss; `returned` is what the loss gave for them, or None."""
+        return buffers if returned is None else returned
+
+    def outside(self, params, buffers):
+        """The same view outside the step, over logical global arrays."""
+        return self.enter(params, buffers)
+
+    def evaluating(self) -> Door:
+        """The same without dropout and the like, where the door knows of them."""
+        return self
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The layout of every parameter of a model on a mesh. Compared by identity, so it is cheap as a static argument."""
@@ -138,12 +172,25 @@ class Plan:
     layouts: Any
     """A pytree like the parameters with a `ParamLayout` at each leaf."""
     units: Mapping[str, UnitOptions] = field(default_factory=dict)
-    view: Callable[[Any], Any] = lambda params: params
-    """Makes what a loss is called with from the tree of parameters (a module, for the NNX door)."""
+    door: Door = Door()
+    """How a loss sees parameters and buffers (as a module, for the NNX door)."""
 
     @property
     def leaves(self) -> list[ParamLayout]:
         return jax.tree.leaves(self.layouts)
+
+    @cached_property
+    def trainable(self):
+        """`layouts` with None for every frozen parameter: the shape of gradients and of what the optimizer sees."""
+        return self.map(lambda leaf: leaf if leaf.trainable else None)
+
+    def only_trainable(self, params):
+        """A tree like the parameters with None for every frozen one."""
+        return self.map(lambda leaf, w: w if leaf.trainable else None, params)
+
+    def with_trainable(self, params, new):
+        """`params` with the trainable ones taken from `new`, whose frozen leaves are None."""
+        return self.map(lambda leaf, w, n: n if leaf.trainable else w, params, new)
 
     @property
     def num_params(self) -> int:
@@ -152,7 +199,8 @@ class Plan:
 
     def map(self, f, *trees):
         """`f(layout, *leaves)` over trees shaped like the parameters."""
-        return jax.tree.map(f, self.layouts, *trees)
+        flat, tree = jax.tree.flatten(self.layouts)
+        return jax.tree.unflatten(tree, [f(*args) for args in zip(flat, *(tree.flatten_up_to(t) for t in trees))])
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -216,20 +264,23 @@ def make_plan(
     strategy: str | ShardingStrategy | None = None,
     precision: MixedPrecision = MixedPrecision(),
     units: Mapping[str, UnitOptions] | None = None,
-    view: Callable[[Any], Any] = lambda params: params,
+    trainable: Callable[[str], bool] = lambda path: True,
+    door: Door = Door(),
 ) -> Plan:
     """Lay out a pytree of arrays or `jax.ShapeDtypeStruct` on `mesh`.
 
-    units: options by path prefix ("blocks", "embed"); the longest match wins and the rest is the root unit "".
+    units: options by path prefix ("blocks", "embed"); the longest match wins and the rest is the root unit "", which
+        stays gathered from forward to backward unless its own options say otherwise.
+    trainable: whether the parameter at a path is trained; the others are sharded and gathered, never reduced or updated.
     Raises: ValueError for a prefix that matches no parameter and for a stacked unit whose leaves have unequal numbers
-        of layers, TypeError for a parameter that is not floating.
+        of layers, TypeError for a trained parameter that is not floating.
     """
     units = dict(units or {})
     placement = resolve(strategy, mesh)
     flat, tree = jax.tree_util.tree_flatten_with_path(params)
     paths = [path_name(p) for p, _ in flat]
     for prefix in units:
-        if not any(_under(path, prefix) for path in paths):
+        if prefix and not any(_under(path, prefix) for path in paths):
             raise ValueError(
                 f"unit {prefix!r} matches no parameter. Parameters start with: "
                 f"{sorted({p.split('.')[0] for p in paths})}."
@@ -238,9 +289,14 @@ def make_plan(
     for path, (_, leaf) in zip(paths, flat):
         unit = max((p for p in units if _under(path, p)), key=len, default="")
         options = units.get(unit, UnitOptions())
-        layouts.append(_layout(path, unit, leaf, options, placement, options.precision or precision))
+        own = _placement(options, strategy, mesh)
+        layouts.append(_layout(path, unit, leaf, options, own, options.precision or precision, trainable(path)))
     _check_layers(layouts)
-    return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, view)
+    return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, door)
+
+
+def _placement(options: UnitOptions, strategy, mesh: Mesh) -> Placement:
+    return resolve(options.strategy or strategy, mesh, options.reshard_after_forward)
 
 
 def path_name(path) -> str:
@@ -280,11 +336,19 @@ def _under(path: str, prefix: str) -> bool:
 
 
 def _layout(
-    path: str, unit: str, leaf, options: UnitOptions, placement: Placement, precision: MixedPrecision
+    path: str,
+    unit: str,
+    leaf,
+    options: UnitOptions,
+    placement: Placement,
+    precision: MixedPrecision,
+    trainable: bool,
 ) -> ParamLayout:
     shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{path}: dtype {dtype.name} cannot be trained. Keep integer state out of the parameters.")
+    if trainable and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{path}: dtype {dtype.name} cannot be trained. Freeze it, or keep integer state out of the parameters."
+        )
     layers = None
     if options.stacked:
         if not shape:
@@ -295,7 +359,8 @@ def _layout(
     dim, padded, reason = _choose_dim(path, shape, placement, options.cut_dim)
     if options.uses:
         reason = reason.replace("asked for", "a vocabulary's width")
-    return ParamLayout(path, unit, shape, layers, dtype, dim, padded, reason, options.never_whole, placement, precision)
+    reason = reason if trainable else f"{reason}; frozen"
+    return ParamLayout(path, unit, shape, layers, dtype, dim, padded, reason, options.never_whole, placement, precision, trainable)
 
 
 def _choose_dim(

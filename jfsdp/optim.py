@@ -50,13 +50,20 @@ class Optimizer:
     """
 
     def __init__(self, tx: optax.GradientTransformation, plan: Plan):
-        self.tx, self.plan = tx, plan
-        one_layer = plan.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        self.tx, self.plan, self.layouts = tx, plan, plan.trainable
+        one_layer = self._map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         state = jax.eval_shape(tx.init, one_layer)
-        self.leaves = _state_leaves(state, plan)
-        self._stacked = sorted({leaf.unit for leaf in plan.leaves if leaf.layers is not None})
+        self.leaves = _state_leaves(state, self.layouts)
+        trained = jax.tree.leaves(self.layouts)
+        self._stacked = sorted({leaf.unit for leaf in trained if leaf.layers is not None})
+        if not trained:
+            raise ValueError("every parameter is frozen, so there is nothing to train. Leave some of them trainable.")
         if self._stacked:
-            _check_separate(tx, plan, one_layer, state)
+            _check_separate(tx, trained, one_layer, state)
+
+    def _map(self, f, *trees):
+        """`f(layout, *leaves)` over trees of trained parameters, None where one is frozen."""
+        return jax.tree.map(f, self.layouts, *trees)
 
     @property
     def state_shardings(self):
@@ -65,11 +72,11 @@ class Optimizer:
     def init(self, params):
         """Stored state for stored parameters, created sharded."""
 
-        return jax.jit(self._create, out_shardings=self.state_shardings)(params)
+        return jax.jit(self._create, out_shardings=self.state_shardings)(self.plan.only_trainable(params))
 
     def abstract_state(self):
         """Shapes and shardings of the stored state."""
-        params = self.plan.map(lambda leaf: jax.ShapeDtypeStruct(leaf.rest_shape, leaf.dtype))
+        params = self._map(lambda leaf: jax.ShapeDtypeStruct(leaf.rest_shape, leaf.dtype))
         shapes = jax.eval_shape(self._create, params)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings
@@ -81,7 +88,7 @@ class Optimizer:
         Call inside `jit`.
         """
         pin = jax.lax.with_sharding_constraint
-        logical = lambda tree: self.plan.map(lambda leaf, a: unpad(a, leaf), tree)  # noqa: E731
+        logical = lambda tree: self._map(lambda leaf, a: unpad(a, leaf), tree)  # noqa: E731
         shards = logical(shards)
         update = self._per_layer(
             self.tx.update,
@@ -90,7 +97,7 @@ class Optimizer:
         )
         updates, state = update(logical(grads), self._unpad(state), shards)
         new = optax.apply_updates(shards, updates)
-        new = self.plan.map(lambda leaf, w: pin(pad(w, leaf), self.plan.sharding(leaf.shard_spec)), new)
+        new = self._map(lambda leaf, w: pin(pad(w, leaf), self.plan.sharding(leaf.shard_spec)), new)
         return new, jax.tree.map(pin, self._pad(state), self.state_shardings)
 
     def stored_shards(self, params):
@@ -101,10 +108,11 @@ class Optimizer:
                 return w
             return jax.lax.with_sharding_constraint(pad(w, leaf), self.plan.sharding(leaf.shard_spec))
 
-        return self.plan.map(one, params)
+        return self._map(one, params)
 
     def _create(self, params):
-        return self._pad(self._per_layer(self.tx.init, [self._param_axes], self._state_axes)(self.plan.unpad(params)))
+        params = self._map(lambda leaf, w: w if leaf.placement.whole_at_rest else unpad(w, leaf), params)
+        return self._pad(self._per_layer(self.tx.init, [self._param_axes], self._state_axes)(params))
 
     def _per_layer(self, fn, in_axes: list, out_axes):
         """Map `fn` over the layers of each stacked unit in turn. See Note [One layer at a time]."""
@@ -113,7 +121,7 @@ class Optimizer:
         return fn
 
     def _param_axes(self, unit: str):
-        return self.plan.map(lambda leaf: 0 if leaf.layers is not None and leaf.unit == unit else None)
+        return self._map(lambda leaf: 0 if leaf.layers is not None and leaf.unit == unit else None)
 
     def _state_axes(self, unit: str):
         return jax.tree.map(lambda s: 0 if s.stacked_unit == unit else None, self.leaves)
@@ -138,17 +146,17 @@ def gradient_sums(grad: jax.Array, norm_type: float) -> jax.Array:
     return jnp.sum(g * g if norm_type == 2 else g**norm_type)
 
 
-def _check_separate(tx: optax.GradientTransformation, plan: Plan, params, state) -> None:
+def _check_separate(tx: optax.GradientTransformation, trained: list[ParamLayout], params, state) -> None:
     """Refuse a transformation in which one parameter's update reads another's gradient.
 
     See Note [One layer at a time].
     """
     traced, (updates, _) = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
     others = [False] * (len(traced.jaxpr.outvars) - len(jax.tree.leaves(updates)))
-    for i, leaf in enumerate(plan.leaves):
-        wanted = [j == i for j in range(len(plan.leaves))] + others
+    for i, leaf in enumerate(trained):
+        wanted = [j == i for j in range(len(trained))] + others
         _, used = pe.dce_jaxpr(traced.jaxpr, wanted)
-        if read := [other.path for other, is_read in zip(plan.leaves, used) if is_read and other is not leaf]:
+        if read := [other.path for other, is_read in zip(trained, used) if is_read and other is not leaf]:
             raise ValueError(
                 f"the optimizer mixes parameters: the update of {leaf.path} reads the gradient of {read[0]}. "
                 "The layers of a stack are updated one at a time, so it would see one layer only. Clip by global norm "
@@ -157,10 +165,9 @@ def _check_separate(tx: optax.GradientTransformation, plan: Plan, params, state)
             )
 
 
-def _state_leaves(state, plan: Plan) -> Any:
+def _state_leaves(state, layouts) -> Any:
     """Pair each array of an optimizer state with the parameter whose path ends its own path."""
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(plan.layouts)[0]]
-    params = sorted(zip(paths, plan.leaves), key=lambda pair: -len(pair[0]))
+    params = sorted(jax.tree_util.tree_flatten_with_path(layouts)[0], key=lambda pair: -len(pair[0]))
 
     def one(path, array):
         owner = next((leaf for p, leaf in params if path_name(path[-len(p) :]) == path_name(p)), None) if path else None

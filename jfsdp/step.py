@@ -31,9 +31,9 @@ from jax import Array
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
-from jfsdp import collectives
+from jfsdp import collectives, randomness
 from jfsdp.gpu import compiler_options
-from jfsdp.layout import Plan
+from jfsdp.layout import Door, Plan, path_name
 from jfsdp.optim import Optimizer, global_norm, gradient_sums
 from jfsdp.precision import wide
 from jfsdp.unit import Regime, empty_slot, enter, track
@@ -49,7 +49,7 @@ class Auxiliary(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "skipped", "params", "opt_state", "key"),
+    data_fields=("step", "skipped", "params", "opt_state", "key", "buffers"),
     meta_fields=("plan",),
 )
 @dataclass(frozen=True)
@@ -64,25 +64,32 @@ class TrainState:
     opt_state: Any
     key: Array
     """Typed random key; step k uses `fold_in(key, k)`."""
+    buffers: Any
+    """What the model keeps beside its parameters (batch statistics, counters, random streams), the same on every
+    device; `{}` when there is nothing."""
     plan: Plan
 
     @classmethod
-    def create(cls, params, tx: optax.GradientTransformation, plan: Plan, *, seed: int = 0) -> TrainState:
+    def create(
+        cls, params, tx: optax.GradientTransformation, plan: Plan, *, seed: int = 0, buffers: Any = None
+    ) -> TrainState:
         """A state at step 0 from stored parameters (`plan.place` or `plan.create` make them).
 
-        The optimizer's state is created sharded.
+        The optimizer's state is created sharded, for the trained parameters alone.
 
+        buffers: a pytree of arrays that the model reads and may write; None for none.
         Raises: ValueError when a parameter is not placed as the plan says, or two leaves share a buffer.
         """
         _check_placed(params, plan)
         everywhere = plan.sharding(PartitionSpec())
         scalars = jax.jit(lambda: (jnp.int32(0), jnp.int32(0), jax.random.key(seed)), out_shardings=everywhere)()
-        state = cls(scalars[0], scalars[1], params, Optimizer(tx, plan).init(params), scalars[2], plan)
+        buffers = jax.tree.map(lambda b: jax.device_put(jnp.copy(b), everywhere), {} if buffers is None else buffers)
+        state = cls(scalars[0], scalars[1], params, Optimizer(tx, plan).init(params), scalars[2], buffers, plan)
         check_separate_buffers(state)
         return state
 
     @classmethod
-    def abstract(cls, tx: optax.GradientTransformation, plan: Plan) -> TrainState:
+    def abstract(cls, tx: optax.GradientTransformation, plan: Plan, *, buffers: Any = None) -> TrainState:
         """The shapes and shardings of a state, nothing allocated: for compiling a step that is not run."""
 
         def struct(shape, dtype, sharding):
@@ -92,7 +99,8 @@ class TrainState:
         params = plan.map(lambda leaf: struct(leaf.rest_shape, leaf.dtype, plan.sharding(leaf.rest_spec)))
         scalar = struct((), jnp.int32, everywhere)
         key = struct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, everywhere)
-        return cls(scalar, scalar, params, Optimizer(tx, plan).abstract_state(), key, plan)
+        buffers = jax.tree.map(lambda b: struct(b.shape, b.dtype, everywhere), {} if buffers is None else buffers)
+        return cls(scalar, scalar, params, Optimizer(tx, plan).abstract_state(), key, buffers, plan)
 
     def logical_params(self):
         """The parameters in their logical shapes, sharded."""
@@ -100,7 +108,7 @@ class TrainState:
 
     def model(self):
         """A callable view of the current parameters, for use outside the step; valid until the state is donated."""
-        return self.plan.view(self.logical_params())
+        return self.plan.door.outside(self.logical_params(), self.buffers)
 
 
 class TrainStep:
@@ -108,6 +116,7 @@ class TrainStep:
 
     def __init__(self, loss, tx, plan: Plan, *, accumulate, no_sync, clip_norm, norm_type, nonfinite, donate, options):
         self.loss, self.plan, self.optimizer = loss, plan, Optimizer(tx, plan)
+        self.trained = jax.tree.leaves(plan.trainable)
         self.accumulate, self.no_sync = accumulate, no_sync
         self.clip_norm, self.norm_type, self.nonfinite = clip_norm, norm_type, nonfinite
         self._donate, self._options = donate, options
@@ -177,120 +186,130 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch):
         plan = self.plan
-        grads, metrics, sums = self._gradients(state, batch)
+        grads, buffers, metrics, sums = self._gradients(state, batch)
         finite = jnp.all(jnp.isfinite(sums))
         if self.clip_norm is not None:
             # Divide by the larger of the two: exact where nothing is clipped, and no 0/0.
             scale = self.clip_norm / jnp.maximum(metrics["grad_norm"], self.clip_norm)
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        old = self.optimizer.stored_shards(state.params)
+        old = self.optimizer.stored_shards(plan.only_trainable(state.params))
         params, opt_state = self.optimizer.update(grads, state.opt_state, old)
         if self.nonfinite != "ignore":
-            params, opt_state = jax.tree.map(partial(jnp.where, finite), (params, opt_state), (old, state.opt_state))
+            new, kept = (params, opt_state, buffers), (old, state.opt_state, state.buffers)
+            params, opt_state, buffers = jax.tree.map(partial(jnp.where, finite), new, kept)
             metrics["bad"] = ~jnp.isfinite(sums)
-        if plan.placement.whole_at_rest:
-            params = self._gather_whole(params)
+        params = plan.with_trainable(state.params, self._gather_whole(params))
         skipped = state.skipped + (0 if self.nonfinite == "ignore" else 1 - finite.astype(jnp.int32))
         metrics["skipped"] = skipped
-        return replace(state, step=state.step + 1, skipped=skipped, params=params, opt_state=opt_state), metrics
+        new = dict(params=params, opt_state=opt_state, buffers=buffers)
+        return replace(state, step=state.step + 1, skipped=skipped, **new), metrics
 
     def _gradients(self, state: TrainState, batch):
-        """Finished gradient shards (global arrays), metrics, and what each parameter adds to the norm `[leaves]`."""
+        """Finished gradient shards (global arrays, None where frozen), new buffers, metrics, and what each trained
+        parameter adds to the norm `[leaves]`."""
         plan, axes = self.plan, self.plan.placement.data_axes
         everywhere = PartitionSpec()
         local = jax.shard_map(
             self._local_gradients,
             mesh=plan.mesh,
-            axis_names=set(plan.mesh.axis_names),
-            in_specs=(plan.map(lambda leaf: leaf.rest_spec), PartitionSpec(axes), everywhere),
-            out_specs=(plan.map(lambda leaf: leaf.shard_spec), everywhere, everywhere),
+            axis_names=set(axes),
+            in_specs=(plan.map(lambda leaf: leaf.rest_spec), everywhere, PartitionSpec(axes), everywhere),
+            out_specs=([leaf.shard_spec for leaf in self.trained], everywhere, everywhere, everywhere),
         )
-        return local(state.params, batch, jax.random.fold_in(state.key, state.step))
+        grads, *others = local(state.params, state.buffers, batch, jax.random.fold_in(state.key, state.step))
+        return jax.tree.unflatten(jax.tree.structure(plan.trainable), grads), *others
 
-    def _local_gradients(self, params, batch, key):
+    def _local_gradients(self, params, buffers, batch, key):
         plan, axes, n = self.plan, self.plan.placement.data_axes, self.accumulate
         micro = jax.tree.map(lambda a: a.reshape(n, a.shape[0] // n, *a.shape[1:]), batch)
         keys = jax.random.split(_own_key(key, axes), n)
-        terms = partial(loss_terms, self.loss, plan.view)
-        totals = total_weights(terms, plan, params, micro, keys, axes)
+        terms = partial(loss_terms, self.loss, plan.door)
+        totals = total_weights(terms, plan, params, buffers, micro, keys, axes)
         weights = {
             name: jnp.where(w == 0, 1, w) for name, w in totals.items()
         }  # nothing counted: the loss is 0, not NaN
+        rows = jax.tree.leaves(micro)[0].shape[1]
 
-        def backward(held, batch, key, regime: Regime):
+        def backward(held, buffers, batch, own_key, index, regime: Regime):
             def objective(slots):
                 entered = _enter(plan, params, slots, held, regime)
-                parts = terms(entered, batch, key)
-                return sum(t.coefficient * t.sum / weights[name] for name, t in parts.items()), {
-                    name: t.sum for name, t in parts.items()
-                }
+                with randomness.examples(key, jax.lax.axis_index(axes) * n * rows + index * rows, rows):
+                    parts, new = terms(entered, buffers, batch, own_key)
+                sums = {name: t.sum for name, t in parts.items()}
+                return sum(t.coefficient * t.sum / weights[name] for name, t in parts.items()), (sums, new)
 
-            slots = plan.map(lambda leaf: empty_slot(leaf, regime))
-            (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(slots)
-            return {name: collectives.vary(s, axes) for name, s in sums.items()}, grads
+            slots = plan.map(lambda leaf: empty_slot(leaf, regime) if leaf.trainable else None)
+            (_, (sums, new)), grads = jax.value_and_grad(objective, has_aux=True)(slots)
+            return {name: collectives.vary(s, axes) for name, s in sums.items()}, _settle(buffers, new, axes), grads
 
         if n == 1:
-            sums, grads = backward(None, _at(micro, 0), keys[0], Regime())
+            sums, buffers, grads = backward(None, buffers, _at(micro, 0), keys[0], 0, Regime())
         else:
             early, last = Regime(last=False, no_sync=self.no_sync), Regime(last=True, no_sync=self.no_sync)
 
-            def accumulate(held, one):
-                sums, held = backward(held, *one, early)
-                return held, sums
+            def accumulate(carry, one):
+                held, buffers = carry
+                sums, buffers, held = backward(held, buffers, *one, early)
+                return (held, buffers), sums
 
-            first = jax.tree.map(lambda a: a[: n - 1], (micro, keys))
-            held, sums = jax.lax.scan(accumulate, plan.map(lambda leaf: empty_slot(leaf, early)), first)
-            last_sums, grads = backward(held, _at(micro, n - 1), keys[n - 1], last)  # See Note [The last micro-batch]
+            first = jax.tree.map(lambda a: a[: n - 1], (micro, keys, jnp.arange(n)))
+            empty = plan.map(lambda leaf: empty_slot(leaf, early) if leaf.trainable else None)
+            (held, buffers), sums = jax.lax.scan(accumulate, (empty, buffers), first)
+            # See Note [The last micro-batch]
+            last_sums, buffers, grads = backward(held, buffers, _at(micro, n - 1), keys[n - 1], n - 1, last)
             sums = {name: last_sums[name] + s.sum() for name, s in sums.items()}
+        grads = jax.tree.leaves(grads)
         norm_sums = self._norm_sums(grads)
         metrics = {name: collectives.total(s, axes) / weights[name] for name, s in sums.items()}
         metrics |= {"weight": totals["loss"], "grad_norm": global_norm(norm_sums, self.norm_type)}
-        return grads, metrics, norm_sums
+        return grads, buffers, metrics, norm_sums
 
-    def _norm_sums(self, grads) -> Array:
-        """Per parameter, its part of the norm, each parameter counted once: `[leaves]`, the same on every device."""
-        leaves = self.plan.leaves
-        local = [gradient_sums(g, self.norm_type) for g in jax.tree.leaves(grads)]
+    def _norm_sums(self, grads: list[Array]) -> Array:
+        """Per trained parameter, its part of the norm, each counted once: `[leaves]`, the same on every device."""
+        out = [gradient_sums(g, self.norm_type) for g in grads]
         combine = collectives.largest if math.isinf(self.norm_type) else collectives.total
-        cut = [i for i, leaf in enumerate(leaves) if leaf.dim is not None]
-        out = list(local)
-        if cut:
+        by_axes: dict[tuple[str, ...], list[int]] = {}
+        for i, leaf in enumerate(self.trained):
+            if leaf.dim is not None:
+                by_axes.setdefault(leaf.placement.shard_axes, []).append(i)
+        for axes, cut in by_axes.items():
             # One small all-reduce over the shard axes: a number per parameter.
-            summed = combine(jnp.stack([local[i] for i in cut]), self.plan.placement.shard_axes)
+            summed = combine(jnp.stack([out[i] for i in cut]), axes)
             for at, i in enumerate(cut):
                 out[i] = summed[at]
         return jnp.stack([a.astype(jnp.result_type(*out)) for a in out])
 
     def _gather_whole(self, shards):
-        """SHARD_OPT: new parameter shards to whole parameters, unit by unit, in the stored dtype."""
-        plan = self.plan
+        """New parameter shards to whole parameters, unit by unit, where they are whole at rest (SHARD_OPT)."""
         flat, tree = jax.tree.flatten(shards)
+        leaves = self.trained
         units: dict[str, list[int]] = {}
-        for i, leaf in enumerate(plan.leaves):
-            units.setdefault(leaf.unit, []).append(i)
+        for i, leaf in enumerate(leaves):
+            if leaf.placement.whole_at_rest and leaf.dim is not None:
+                units.setdefault(leaf.unit, []).append(i)
+        chosen = [i for members in units.values() for i in members]
 
         def local(*flat):
-            out = list(flat)
+            given = dict(zip(chosen, flat))
             for members in units.values():
-                whole = collectives.gather_updated([flat[i] for i in members], [plan.leaves[i] for i in members])
-                for i, w in zip(members, whole):
-                    out[i] = w
-            return tuple(out)
+                given.update(zip(members, collectives.gather_updated(*zip(*((given[i], leaves[i]) for i in members)))))
+            return tuple(given[i] for i in chosen)
 
-        specs = tuple(leaf.shard_spec for leaf in plan.leaves)
-        whole = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=tuple(PartitionSpec() for _ in flat))(
-            *flat
-        )
-        return jax.tree.unflatten(tree, whole)
+        if chosen:
+            specs = tuple(leaves[i].shard_spec for i in chosen)
+            out_specs = tuple(PartitionSpec() for _ in chosen)
+            whole = jax.shard_map(local, mesh=self.plan.mesh, in_specs=specs, out_specs=out_specs)
+            for i, w in zip(chosen, whole(*(flat[i] for i in chosen))):
+                flat[i] = w
+        return jax.tree.unflatten(tree, flat)
 
     def _state_shardings(self):
         everywhere = self.plan.sharding(PartitionSpec())
-        return TrainState(
-            everywhere, everywhere, self.plan.rest_shardings, self.optimizer.state_shardings, everywhere, self.plan
-        )
+        params, opt_state = self.plan.rest_shardings, self.optimizer.state_shardings
+        return TrainState(everywhere, everywhere, params, opt_state, everywhere, everywhere, self.plan)
 
     def _explain(self, state: TrainState, metrics) -> str:
-        bad = [leaf.path for leaf, is_bad in zip(self.plan.leaves, metrics["bad"]) if is_bad]
+        bad = [leaf.path for leaf, is_bad in zip(self.trained, metrics["bad"]) if is_bad]
         named = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         return (
             f"step {int(state.step)}: the gradient of {named} is not finite (loss {float(metrics['loss']):.6g}); "
@@ -350,74 +369,107 @@ def train_step(
 
 
 def eval_step(loss: Callable, plan: Plan) -> Callable:
-    """Build `evaluate(params, batch) -> (sum, weight)` over the global batch, without gradients.
+    """Build `evaluate(params, batch, buffers={}) -> (sum, weight)` over the global batch, without gradients.
 
-    `loss` as for `train_step`.
+    `loss` as for `train_step`; a Flax module is in `eval()` mode, and what it writes to its buffers is dropped.
     """
     axes, everywhere = plan.placement.data_axes, PartitionSpec()
+    door = plan.door.evaluating()
 
-    def local(params, batch):
+    def local(params, batch, buffers):
         entered = _enter(plan, params, None, None, Regime())
-        term = loss_terms(loss, plan.view, entered, batch, _own_key(jax.random.key(0), axes))["loss"]
+        rows, key = jax.tree.leaves(batch)[0].shape[0], jax.random.key(0)
+        with randomness.examples(key, jax.lax.axis_index(axes) * rows, rows):
+            term = loss_terms(loss, door, entered, buffers, batch, _own_key(key, axes))[0]["loss"]
         return collectives.total(term.sum, axes), collectives.total(term.weight, axes)
 
     sharded = jax.shard_map(
         local,
         mesh=plan.mesh,
-        in_specs=(plan.map(lambda leaf: leaf.rest_spec), PartitionSpec(axes)),
+        axis_names=set(axes),
+        in_specs=(plan.map(lambda leaf: leaf.rest_spec), PartitionSpec(axes), everywhere),
         out_specs=(everywhere, everywhere),
     )
     options = compiler_options(plan.mesh.devices.flat[0].platform)
-    return jax.jit(sharded, in_shardings=(plan.rest_shardings, plan.batch_sharding), compiler_options=options or None)
+    placed = (plan.rest_shardings, plan.batch_sharding, plan.sharding(everywhere))
+    compiled = jax.jit(sharded, in_shardings=placed, compiler_options=options or None)
+    return lambda params, batch, buffers=None: compiled(params, batch, {} if buffers is None else buffers)
 
 
-def loss_terms(loss: Callable, view: Callable, params, batch, key) -> dict[str, Auxiliary]:
-    """Call a loss on tracked parameters; bring its result into one form, {"loss": ..., and auxiliary ones by name}."""
-    params = track(params)
-    out = loss(view(params), batch, key)
+def loss_terms(loss: Callable, door: Door, params, buffers, batch, key) -> tuple[dict[str, Auxiliary], Any]:
+    """Call a loss on tracked parameters; gives {"loss": ..., and auxiliary ones by name}, and the new buffers."""
+    entered = door.enter(track(params), buffers)
+    out = loss(entered, batch, key)
     if not isinstance(out, tuple):
         rows = jax.tree.leaves(batch)[0].shape[0]
-        return {"loss": Auxiliary(out * rows, jnp.asarray(rows, out.dtype))}
-    if len(out) not in (2, 3):
+        out = (out * rows, jnp.asarray(rows, out.dtype))
+    if len(out) not in (2, 3, 4):
         raise TypeError(
-            f"the loss returned {len(out)} values. Return a mean, (sum, weight), or (sum, weight, {{name: Auxiliary}})."
+            f"the loss returned {len(out)} values. Return a mean, (sum, weight), (sum, weight, {{name: Auxiliary}}), or "
+            "the same and the new buffers."
         )
-    others = dict(out[2]) if len(out) == 3 else {}
+    total, weight, others, returned = (*out, *(None,) * (4 - len(out)))
+    others = dict(others or {})
     if clash := set(others) & {"loss", "weight", "grad_norm", "skipped", "bad"}:
         raise ValueError(
             f"an auxiliary loss is named {sorted(clash)}, which the step logs itself. Choose another name."
         )
-    return {"loss": Auxiliary(out[0], out[1]), **others}
+    return {"loss": Auxiliary(total, weight), **others}, door.leave(entered, buffers, returned)
 
 
-def total_weights(terms: Callable, plan: Plan, params, micro, keys, axes) -> dict[str, Array]:
+def total_weights(terms: Callable, plan: Plan, params, buffers, micro, keys, axes) -> dict[str, Array]:
     """Total weight of each loss over all devices and micro-batches, without running the model.
 
-    Raises: ValueError when a weight depends on the parameters or on random numbers.
+    Raises: ValueError when a weight depends on the parameters, on buffers or on random numbers.
     """
 
-    def only_weights(params, batch, key):
-        return {name: jnp.asarray(t.weight, wide(t.sum.dtype)) for name, t in terms(params, batch, key).items()}
+    def only_weights(params, buffers, key, batch):
+        with randomness.examples(key, jax.lax.axis_index(axes), jax.tree.leaves(batch)[0].shape[0]):
+            parts, _ = terms(params, buffers, batch, key)
+        return {name: jnp.asarray(t.weight, wide(t.sum.dtype)) for name, t in parts.items()}
 
-    entered = _enter(plan, params, None, None, Regime())
-    example = _at(micro, 0)
-    traced, shape = jax.make_jaxpr(only_weights, return_shape=True)(entered, example, keys[0])
+    known = (_enter(plan, params, None, None, Regime()), buffers, keys[0])
+    traced, shape = jax.make_jaxpr(only_weights, return_shape=True)(*known, _at(micro, 0))
     jaxpr, used = pe.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    n_params, n_batch = len(jax.tree.leaves(entered)), len(jax.tree.leaves(example))
-    if any(used[:n_params]) or used[-1]:
+    n_known = len(jax.tree.leaves(known))
+    if any(used[:n_known]):
         raise ValueError(
-            "the weight of the loss depends on the parameters or on random numbers. It must follow from the batch "
-            "alone "
-            "(count its tokens or rows), because gradients are divided by its total before the backward pass."
+            "the weight of the loss depends on the parameters, on buffers or on random numbers. It must follow from "
+            "the batch alone (count its tokens or rows), because gradients are divided by its total before the "
+            "backward pass."
         )
-    reads = used[n_params : n_params + n_batch]
 
     def count(batch):
-        leaves = [a for a, u in zip(jax.tree.leaves(batch), reads) if u]
+        leaves = [a for a, u in zip(jax.tree.leaves(batch), used[n_known:]) if u]
         return [collectives.vary(w, axes) for w in jax.core.eval_jaxpr(jaxpr, traced.consts, *leaves)]
 
     sums = [w.sum() for w in jax.lax.map(count, micro)]
     return jax.tree.unflatten(jax.tree.structure(shape), [collectives.total(s, axes) for s in sums])
+
+
+def _settle(old, new, axes: tuple[str, ...]):
+    """New buffers as every device must hold them: floating ones that differ between devices are averaged.
+
+    Raises: ValueError for a buffer that changed its shape or dtype, or holds integers that follow from the batch.
+    """
+    flat, tree = jax.tree_util.tree_flatten_with_path(old)
+
+    def one(path, before, after):
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise ValueError(
+                f"buffer {path_name(path)} came back as {after.dtype}{list(after.shape)} and went in as "
+                f"{before.dtype}{list(before.shape)}. A buffer keeps its shape and dtype from step to step."
+            )
+        if not jax.typeof(after).manual_axis_type.varying:
+            return after
+        if not jnp.issubdtype(after.dtype, jnp.floating):
+            raise ValueError(
+                f"buffer {path_name(path)} ({after.dtype}) differs between devices, because it follows from their "
+                "rows of the batch. Only floating buffers are averaged; sum counts over the batch in the loss instead."
+            )
+        return collectives.mean(after, axes)
+
+    return jax.tree.unflatten(tree, [one(path, b, a) for (path, b), a in zip(flat, tree.flatten_up_to(new))])
 
 
 def check_separate_buffers(state) -> None:

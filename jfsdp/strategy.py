@@ -46,6 +46,9 @@ class Placement:
     """Parameters stay whole between steps (SHARD_OPT, NO_SHARD)."""
     reshard_after_forward: bool
     """Gathered weights are freed after forward and gathered again for backward."""
+    regather: int | None = None
+    """After forward a device keeps 1/regather of the weights instead of 1/shards, and backward gathers inside groups of
+    so many neighbours (hpZ of ZeRO++); None gathers over all shards again."""
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -89,19 +92,54 @@ def parse_strategy(name: str | ShardingStrategy | None, mesh: Mesh) -> ShardingS
     return name
 
 
-def resolve(name: str | ShardingStrategy | None, mesh: Mesh) -> Placement:
-    """Make the `Placement` of a strategy on a mesh. See Note [Which axes]."""
+def resolve(
+    name: str | ShardingStrategy | None, mesh: Mesh, reshard_after_forward: bool | int | None = None
+) -> Placement:
+    """Make the `Placement` of a strategy on a mesh. See Note [Which axes].
+
+    reshard_after_forward: overrides what the strategy says: True frees after forward, False keeps until backward, a
+        number k keeps 1/k and gathers it again inside groups of k devices (ZeRO++ hpZ).
+    Raises: ValueError for a number that does not divide the shards, or where nothing is sharded at rest.
+    """
     strategy = parse_strategy(name, mesh)
     cut, whole, reshard = _TABLE[strategy]
     used = tuple(a for a in (REPLICA, SHARD) if mesh.shape[a] > 1) or (SHARD,)
     shard_axes = {"both": used, "shard": (SHARD,), "nothing": ()}[cut]
     replica_axes = tuple(a for a in used if a not in shard_axes)
+    shards = axis_size(mesh, shard_axes)
+    reshard, regather = _after_forward(reshard_after_forward, reshard, whole, strategy, shards)
     return Placement(
         strategy=strategy,
         shard_axes=shard_axes,
         replica_axes=replica_axes,
-        shards=axis_size(mesh, shard_axes),
+        shards=shards,
         replicas=axis_size(mesh, replica_axes),
         whole_at_rest=whole,
         reshard_after_forward=reshard,
+        regather=regather,
     )
+
+
+def _after_forward(
+    asked: bool | int | None, default: bool, whole: bool, strategy: ShardingStrategy, shards: int
+) -> tuple[bool, int | None]:
+    """Whether weights are freed after forward, and the size of the groups that gather them again."""
+    if asked is None:
+        return default, None
+    if not isinstance(asked, int):
+        raise TypeError(f"reshard_after_forward is {asked!r}; use True, False, or a number of devices.")
+    if asked is False or whole:
+        if asked:
+            raise ValueError(
+                f"reshard_after_forward is {asked} under {strategy.value}, which keeps parameters whole: there is "
+                "nothing to free. Use FULL_SHARD, or leave it out."
+            )
+        return False, None
+    if asked is True or asked == shards:
+        return True, None
+    if asked < 1 or shards % asked:
+        raise ValueError(
+            f"reshard_after_forward is {asked}, which does not divide {shards} shards. Use one of "
+            f"{[k for k in range(1, shards + 1) if shards % k == 0]}, True or False."
+        )
+    return (False, None) if asked == 1 else (True, asked)

@@ -7,14 +7,13 @@ else belongs to the root unit, which is gathered once at the start of the forwar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jfsdp.layout import Plan, UnitOptions, make_plan
+from jfsdp.layout import Door, Plan, UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import Stack
 from jfsdp.strategy import ShardingStrategy
@@ -51,7 +50,7 @@ def plan_module(
         strategy=strategy,
         precision=mp_policy,
         units=find_units(module),
-        view=partial(_view, graph, state),
+        door=_View(graph, state),
     )
 
 
@@ -70,6 +69,14 @@ def find_units(module: nnx.Module) -> dict[str, UnitOptions]:
         path = next(p for p in uses.values() if p in stored)
         units[path] = UnitOptions(cut_dim=-1, never_whole=True, uses=tuple(sorted(uses)))
     return units
+
+
+class _View(Door):
+    def __init__(self, graph, state):
+        self.graph, self.state = graph, state
+
+    def enter(self, params, buffers):
+        return _view(self.graph, self.state, params)
 
 
 def _view(graph, state, params) -> nnx.Module:

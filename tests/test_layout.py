@@ -141,7 +141,7 @@ def test_a_unit_that_matches_nothing_is_refused():
 
 def test_parameters_that_cannot_be_laid_out_are_refused():
     mesh = submesh("1x8")
-    with pytest.raises(TypeError, match="a.count: dtype int32 cannot be trained. Keep integer state out"):
+    with pytest.raises(TypeError, match="a.count: dtype int32 cannot be trained. Freeze it, or keep integer state out"):
         make_plan({"a": {"count": shape(8, dtype=jnp.int32)}}, mesh)
     with pytest.raises(ValueError, match=r"a: unit 'a' is stacked, so every leaf needs a leading layer dim"):
         make_plan({"a": shape()}, mesh, units={"a": STACKED})

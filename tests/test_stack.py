@@ -196,12 +196,10 @@ def square_step(layers: int, strategy="FULL_SHARD", schedule: Schedule = Schedul
         return checkpoint_name(jnp.tanh(x @ w), "hidden") @ w.T, None
 
     def loss(params, batch, key):
-        return (run_stack(block, params, batch, remat=remat, schedule=schedule)[0] ** 2).mean()
+        return (run_stack(block, params["blocks"], batch, remat=remat, schedule=schedule)[0] ** 2).mean()
 
     shape = jax.ShapeDtypeStruct((layers, WIDTH, WIDTH), jnp.float32)
-    plan = make_plan(
-        {"blocks": shape}, submesh("1x8"), strategy=strategy, units=STACKED, view=lambda p: p["blocks"]
-    )
+    plan = make_plan({"blocks": shape}, submesh("1x8"), strategy=strategy, units=STACKED)
     tx = optax.sgd(1.0)
     step = train_step(loss, tx, plan)
     return step, TrainState.abstract(tx, plan), jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)

@@ -128,14 +128,14 @@ class TestRefusedLosses:
             return jnp.sum(p), weight(p, key)
 
         state, tx, plan = start({"p": zeros(8)})
-        with pytest.raises(ValueError, match="on the parameters or on random numbers.*count its tokens or rows"):
+        with pytest.raises(ValueError, match="on the parameters, on buffers or on random numbers.*count its tokens or rows"):
             train_step(loss, tx, plan)(state, {"x": zeros(8)})
 
     def test_other_results_and_taken_names_say_what_to_return(self):
         state, tx, plan = start({"p": zeros(8)})
-        four = lambda params, batch, key: (1.0, 1.0, {}, {})  # noqa: E731
-        with pytest.raises(TypeError, match=r"returned 4 values. Return a mean, \(sum, weight\), or"):
-            train_step(four, tx, plan)(state, {"x": zeros(8)})
+        five = lambda params, batch, key: (1.0, 1.0, {}, {}, {})  # noqa: E731
+        with pytest.raises(TypeError, match=r"returned 5 values. Return a mean, \(sum, weight\), "):
+            train_step(five, tx, plan)(state, {"x": zeros(8)})
 
         def taken(params, batch, key):
             return (
