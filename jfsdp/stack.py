@@ -279,6 +279,16 @@ class Stack(nnx.Module):
 
         return run_stack(block, params, x, *shared, remat=self.remat, schedule=self.schedule)[0]
 
+    def scan(self, method: str, x, inputs, *shared):
+        """`x, out = block.method(x, input, *shared)` in order, each block with its slice of `inputs` `[L, ...]`; gives
+        the last x and the outs, stacked. For what a block keeps between calls, such as a cache of keys and values."""
+        graph, params = nnx.split(self.each)
+
+        def block(weights, x, given, *shared):
+            return getattr(nnx.merge(graph, weights), method)(x, given, *shared)
+
+        return run_stack(block, params, x, *shared, inputs=inputs, remat=self.remat, schedule=self.schedule)
+
 
 def _check_leaves(leaves: list) -> None:
     for leaf in leaves:

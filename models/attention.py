@@ -58,6 +58,23 @@ def attention(
     return jnp.moveaxis(out, 0, 1).reshape(B, T + padding, H, h)[:, :T]
 
 
+def attend_cached(
+    q: Array, k: Array, v: Array, cache: tuple[Array, Array], starts: Array, offset: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    """Attend from tokens at `offset..` to all up to themselves, keys and values of earlier ones being in `cache`.
+
+    `q [B, T, H, h]`, `k` and `v [B, T, K, h]`, cache `[B, S, K, h]` each -> `[B, T, H, h]` and the cache with k and v.
+    starts: `[B, T]`, the first token that each one sees.
+    """
+    B, T, H, h = q.shape
+    keys, values = (
+        lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), offset, axis=1) for old, new in zip(cache, (k, v))
+    )
+    index = offset + jnp.arange(T, dtype=jnp.int32)[None]
+    out = _attend(q.reshape(B, T, k.shape[2], -1, h), keys, values, starts, index)
+    return out.reshape(B, T, H, h), (keys, values)
+
+
 def _attend(q: Array, k: Array, v: Array, starts: Array, index: Array) -> Array:
     """One chunk of queries against all keys: `q [B, C, K, H/K, h]`, `starts` and `index [B or 1, C]`."""
     # Dims in the order in which the matmul leaves them: another one would transpose the scores.

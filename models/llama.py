@@ -1,33 +1,33 @@
-"""The Llama family in Flax NNX: configurations, the model, and how Hugging Face names its parts.
+"""Llama and what computes like it (Mistral, Qwen2, Qwen3) in Flax NNX, and how Hugging Face names their parts.
 
-Owns the architecture and what follows from it (`presets`, `config_from`, `flops`, `NAMES`). Sharding is not
+Owns the architecture and what follows from it (`presets`, `config_from`, `config_to`, `flops`, `NAMES`). Sharding is not
 here: blocks live in a `Stack`, the vocabulary in `Embed` and `Head`, and these decide where weights lie and
 when they are gathered. Without a mesh this is an ordinary NNX model.
 
 Dims: `L B T D F V` layers, batch, tokens, width, inner width, vocabulary; `H K h` query heads, key/value
 heads, head width.
 
-Note [Dtypes]
-There is no dtype setting. Parameters are created in fp32, and a matmul runs in the dtype of the weights it
-is handed, so whoever casts the weights (a precision policy) chooses the compute dtype. Norms, RoPE and
-softmax compute in fp32 and give back the dtype they were given.
+Mistral adds a sliding window, Qwen2 biases on queries, keys and values, Qwen3 norms on queries and keys. Dtypes
+follow the weights: Note [Dtypes] in layers.py.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array, lax
+from jax import Array
+from jax.typing import DTypeLike
 
 from jfsdp.stack import Stack
 from jfsdp.vocab import Embed, Head
 
-from .attention import IMPLEMENTATIONS, attention, document_starts, wide
+from .attention import IMPLEMENTATIONS, attend_cached, attention, document_starts, wide
+from .layers import Linear, RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,12 @@ class Config:
     """Added to the mean square in RMSNorm."""
     tied: bool = False
     """Whether the head uses the embedding's table."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases (Qwen2)."""
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normed before RoPE (Qwen3)."""
+    sliding_window: int | None = None
+    """Tokens that a token sees, itself included (Mistral); None sees all before it."""
     attention: str = "auto"
     """auto, xla, cudnn or chunked; see models/attention.py."""
     query_chunk: int = 256
@@ -104,12 +110,17 @@ class Config:
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: each "
                 f"key/value head serves as many query heads. Set num_kv_heads to one of {fitting}."
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window is {self.sliding_window}; use 1 or more, or None to see every token.")
         if self.attention not in IMPLEMENTATIONS:
             raise ValueError(f"attention is {self.attention!r}; use one of {', '.join(IMPLEMENTATIONS)}.")
 
 
 _SMALL = dict(query_chunk=64)  # scores of 64 queries stay in a CPU's cache
 _LLAMA3 = dict(num_kv_heads=8, vocab_size=128_256)
+_QWEN = dict(rope_theta=1_000_000.0, norm_eps=1e-6)
+_QWEN2 = dict(qkv_bias=True)
+_QWEN3 = dict(qk_norm=True, num_kv_heads=8, head_dim=128, vocab_size=151_936)
 presets: dict[str, Config] = {
     # Over bytes, so they need no tokenizer.
     "llama-tiny": Config(**_SMALL, width=96, num_layers=3, num_heads=6, num_kv_heads=2, inner_width=256),
@@ -125,6 +136,15 @@ presets: dict[str, Config] = {
                         rope_scaling=RopeScaling(factor=8.0)),
     "llama3-70b": Config(**_LLAMA3, width=8192, num_layers=80, num_heads=64, inner_width=28_672,
                          rope_scaling=RopeScaling(factor=8.0)),
+    # As published: Mistral 7B v0.1, Qwen2.5 0.5B and 7B, Qwen3 0.6B and 8B.
+    "mistral-7b": Config(vocab_size=32_000, width=4096, num_layers=32, num_heads=32, num_kv_heads=8,
+                         inner_width=14_336, rope_theta=10_000.0, sliding_window=4096),
+    "qwen2.5-0.5b": Config(**_QWEN, **_QWEN2, width=896, num_layers=24, num_heads=14, num_kv_heads=2, inner_width=4864,
+                           vocab_size=151_936, tied=True),
+    "qwen2.5-7b": Config(**_QWEN, **_QWEN2, width=3584, num_layers=28, num_heads=28, num_kv_heads=4,
+                         inner_width=18_944, vocab_size=152_064),
+    "qwen3-0.6b": Config(**_QWEN, **_QWEN3, width=1024, num_layers=28, num_heads=16, inner_width=3072, tied=True),
+    "qwen3-8b": Config(**_QWEN, **_QWEN3, width=4096, num_layers=36, num_heads=32, inner_width=12_288),
 }
 
 
@@ -187,11 +207,38 @@ class Llama(nnx.Module):
                 f"document's number (0 for padding), or leave segments out where a row is one document."
             )
         starts = None if segments is None else document_starts(segments)
+        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if positions is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-            positions = positions if starts is None else positions - starts
+            positions = index if starts is None else index - starts
+        starts = self._window(starts, index)
         x = self.blocks(self.embed(tokens), rope_tables(self.config, positions), starts)
         return self.norm(x)
+
+    def new_cache(self, rows: int, length: int, dtype: DTypeLike = jnp.float32) -> tuple[Array, Array]:
+        """Room for the keys and values of `length` tokens of each row, `[L, rows, length, K, h]` each."""
+        c = self.config
+        shape = (c.num_layers, rows, length, c.num_kv_heads, c.head_size)
+        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+    def decode(
+        self, tokens: Array, cache: tuple[Array, Array], starts: Array, offset: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Logits `[B, V]` for what follows `tokens [B, T]`, which stand at `offset..` of their rows; and the cache.
+
+        starts: `[B, 1]`, where each row begins; what lies before is padding.
+        """
+        index = offset + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        rope = rope_tables(self.config, jnp.maximum(index - starts, 0))
+        starts = self._window(jnp.broadcast_to(starts, tokens.shape), index)
+        x, cache = self.blocks.scan("decode", self.embed(tokens), cache, rope, starts, offset)
+        return self.head(self.norm(x)[:, -1]), cache
+
+    def _window(self, starts: Array | None, index: Array) -> Array | None:
+        """The first token that each token sees, under a sliding window."""
+        if (window := self.config.sliding_window) is None:
+            return starts
+        first = jnp.maximum(index - window + 1, 0)
+        return first if starts is None else jnp.maximum(starts, first)
 
 
 class Block(nnx.Module):
@@ -207,6 +254,11 @@ class Block(nnx.Module):
         x = x + self.attn(self.attn_norm(x), rope, starts).astype(x.dtype)
         return x + self.mlp(self.mlp_norm(x)).astype(x.dtype)
 
+    def decode(self, x: Array, cache, rope: tuple[Array, Array], starts: Array, offset: Array) -> tuple[Array, Any]:
+        out, cache = self.attn.decode(self.attn_norm(x), cache, rope, starts, offset)
+        x = x + out.astype(x.dtype)
+        return x + self.mlp(self.mlp_norm(x)).astype(x.dtype), cache
+
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions."""
@@ -214,18 +266,30 @@ class Attention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = c = config
         q, kv = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
-        self.q = Linear(c.width, q, rngs=rngs)
-        self.k = Linear(c.width, kv, rngs=rngs)
-        self.v = Linear(c.width, kv, rngs=rngs)
+        self.q = Linear(c.width, q, bias=c.qkv_bias, rngs=rngs)
+        self.k = Linear(c.width, kv, bias=c.qkv_bias, rngs=rngs)
+        self.v = Linear(c.width, kv, bias=c.qkv_bias, rngs=rngs)
+        self.q_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else None
         self.o = Linear(q, c.width, std=_residual_std(c), rngs=rngs)
 
     def __call__(self, x: Array, rope: tuple[Array, Array], starts: Array | None) -> Array:
-        B, T, _ = x.shape
-        c = self.config
-        q, k, v = (linear(x).reshape(B, T, -1, c.head_size) for linear in (self.q, self.k, self.v))
-        q, k = rotate(q, rope), rotate(k, rope)
+        c, (q, k, v) = self.config, self._project(x, rope)
         out = attention(q, k, v, starts, implementation=c.attention, chunk=c.query_chunk)
-        return self.o(out.reshape(B, T, -1))
+        return self.o(out.reshape(*x.shape[:2], -1))
+
+    def decode(
+        self, x: Array, cache: tuple[Array, Array], rope: tuple[Array, Array], starts: Array, offset: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """The same for tokens `offset..` of rows whose earlier keys and values `[B, S, K, h]` are in `cache`."""
+        out, cache = attend_cached(*self._project(x, rope), cache, starts, offset)
+        return self.o(out.reshape(*x.shape[:2], -1)), cache
+
+    def _project(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        q, k, v = (f(x).reshape(*x.shape[:2], -1, self.config.head_size) for f in (self.q, self.k, self.v))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, rope), rotate(k, rope), v
 
 
 class Mlp(nnx.Module):
@@ -238,34 +302,6 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
-class Linear(nnx.Module):
-    """`x @ kernel` in the kernel's dtype, `[..., d_in] -> [..., d_out]`. See Note [Dtypes]."""
-
-    def __init__(self, d_in: int, d_out: int, *, std: float = 0.02, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.normal(std)(rngs.params(), (d_in, d_out), jnp.float32))
-
-    def __call__(self, x: Array) -> Array:
-        kernel = self.kernel[...]
-        # B and T as one dim: apart, XLA transposes an operand of the kernel's gradient, and on a CPU the
-        # backward pass of the MLP takes twice as long (fp32, [16, 256, 192], F 640, 2 cores, JAX 0.10.2).
-        y = x.reshape(-1, x.shape[-1]).astype(kernel.dtype) @ kernel
-        return y.reshape(*x.shape[:-1], -1)
-
-
-class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x**2) + eps) * scale` over the last dim, in fp32."""
-
-    def __init__(self, width: int, eps: float):
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
-
-    def __call__(self, x: Array) -> Array:
-        h = x.astype(wide(x.dtype))
-        h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(h.dtype)
-        return (h * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
 def _residual_std(config: Config) -> float:
@@ -302,15 +338,27 @@ NAMES: dict[str, tuple[str, bool]] = {
     "blocks.{}.attn.q.kernel": ("model.layers.{}.self_attn.q_proj.weight", True),
     "blocks.{}.attn.k.kernel": ("model.layers.{}.self_attn.k_proj.weight", True),
     "blocks.{}.attn.v.kernel": ("model.layers.{}.self_attn.v_proj.weight", True),
+    "blocks.{}.attn.q.bias": ("model.layers.{}.self_attn.q_proj.bias", False),
+    "blocks.{}.attn.k.bias": ("model.layers.{}.self_attn.k_proj.bias", False),
+    "blocks.{}.attn.v.bias": ("model.layers.{}.self_attn.v_proj.bias", False),
+    "blocks.{}.attn.q_norm.scale": ("model.layers.{}.self_attn.q_norm.weight", False),
+    "blocks.{}.attn.k_norm.scale": ("model.layers.{}.self_attn.k_norm.weight", False),
     "blocks.{}.attn.o.kernel": ("model.layers.{}.self_attn.o_proj.weight", True),
     "blocks.{}.mlp_norm.scale": ("model.layers.{}.post_attention_layernorm.weight", False),
     "blocks.{}.mlp.gate.kernel": ("model.layers.{}.mlp.gate_proj.weight", True),
     "blocks.{}.mlp.up.kernel": ("model.layers.{}.mlp.up_proj.weight", True),
     "blocks.{}.mlp.down.kernel": ("model.layers.{}.mlp.down_proj.weight", True),
     "norm.scale": ("model.norm.weight", False),
-    "head.table": ("lm_head.weight", False),  # a tied model has none
+    "head.table": ("lm_head.weight", False),
 }
-"""Our path -> Hugging Face name, and whether the matrix is stored transposed; `{}` is the layer."""
+"""Our path -> Hugging Face name, and whether the matrix is stored transposed; `{}` is the layer. A model has those that
+its configuration asks for."""
+TIED = {"head.table": "embed.table"}
+"""A parameter that a tied model lacks, and the one it uses instead."""
+PREFIX = "model."
+"""What the names of some checkpoints go without."""
+IGNORED = ("*.rotary_emb.inv_freq",)
+"""What checkpoints hold that is no weight."""
 
 _HF_FIELDS = {
     "vocab_size": "vocab_size",
@@ -320,13 +368,14 @@ _HF_FIELDS = {
     "inner_width": "intermediate_size",
 }
 _HF_KNOWN = {  # what this model computes; a config.json that says otherwise describes another one
-    "model_type": ("llama",),
+    "model_type": ("llama", "mistral", "qwen2", "qwen3"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "attention_dropout": (0.0,),
     "rope_type": ("default", "llama3"),
     "partial_rotary_factor": (1.0,),
+    "use_sliding_window": (False,),
     "quantization_config": (),
 }
 
@@ -349,12 +398,45 @@ def config_from(hf: Mapping[str, Any]) -> Config:
     rope_fields = [f.name for f in fields(RopeScaling)] if is_scaled else []
     if missing := [key for key in [*_HF_FIELDS.values(), *rope_fields] if key not in said]:
         raise ValueError(f"config.json lacks {', '.join(missing)}. Give the file as its checkpoint has it.")
+    kind = said.get("model_type", "llama")
     return Config(
         **{ours: said[theirs] for ours, theirs in _HF_FIELDS.items()},
         num_kv_heads=said.get("num_key_value_heads") or said["num_attention_heads"],
-        head_dim=said.get("head_dim"),
+        head_dim=said.get("head_dim") or (128 if kind == "qwen3" else None),
         rope_theta=said.get("rope_theta", 10_000.0),
         rope_scaling=RopeScaling(**{name: said[name] for name in rope_fields}) if is_scaled else None,
         norm_eps=said.get("rms_norm_eps", 1e-6),
         tied=said.get("tie_word_embeddings", False),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        sliding_window=said.get("sliding_window", 4096) if kind == "mistral" else None,
     )
+
+
+def config_to(config: Config) -> dict[str, Any]:
+    """The `config.json` that `config_from` reads as `config`, spelled as on the hub.
+
+    Raises: NotImplementedError for a mixture that none of the four published models is.
+    """
+    c = config
+    asked = {"Qwen3": c.qk_norm, "Qwen2": c.qkv_bias, "Mistral": c.sliding_window is not None}
+    kinds = [kind for kind, is_asked in asked.items() if is_asked] or ["Llama"]
+    if len(kinds) > 1:
+        raise NotImplementedError(
+            f"no Hugging Face model has all that {' and '.join(kinds)} add to Llama. Leave all but one out of "
+            "qk_norm, qkv_bias and sliding_window."
+        )
+    scaling = c.rope_scaling
+    return {
+        "architectures": [f"{kinds[0]}ForCausalLM"],
+        "model_type": kinds[0].lower(),
+        **{theirs: getattr(c, ours) for ours, theirs in _HF_FIELDS.items()},
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_size,
+        "hidden_act": "silu",
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **asdict(scaling)},
+        "rms_norm_eps": c.norm_eps,
+        "tie_word_embeddings": c.tied,
+        **({"sliding_window": c.sliding_window} if kinds == ["Mistral"] else {}),
+    }

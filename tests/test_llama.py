@@ -348,6 +348,20 @@ def test_packed_documents_equal_separate_rows():
     assert np.abs(unmasked[4:10] - separate[1, :6]).max() > 0.1
 
 
+@whole_and_packed
+def test_a_sliding_window_hides_what_lies_further_back_and_keeps_documents_apart(segments):
+    """One layer sees `window` tokens: changing an older one changes nothing, changing the oldest seen does."""
+    window, at = 4, 4
+    model = small(num_layers=1, sliding_window=window)
+    segments = None if segments is None else jnp.asarray(segments)
+    tokens = tokens_of(3, 22)
+    changed = np.abs(logits(model, tokens, segments) - logits(model, tokens.at[:, at].add(1), segments)).max(-1)
+    documents = np.ones((3, 22), int) if segments is None else np.asarray(segments)
+    for row, token in np.ndindex(3, 22):
+        is_seen = at <= token < at + window and documents[row, token] == documents[row, at]
+        assert (changed[row, token] > 1e-4) == is_seen
+
+
 def test_positions_count_from_the_start_of_each_document(monkeypatch):
     real, seen = llama.rope_tables, []
 
@@ -468,7 +482,7 @@ def test_norms_start_at_1_and_sums_into_the_residual_start_smaller():
         return leaf
 
     with_leaves(model, check)
-    assert len(seen) == len(llama.NAMES)
+    assert len(seen) == 12
 
 
 def test_segments_of_another_shape_are_refused():
@@ -486,6 +500,7 @@ def test_segments_of_another_shape_are_refused():
     (dict(head_dim=15), "head_dim is 15; RoPE turns pairs, so set it to 2, 4, 6"),
     (dict(head_dim=0), "head_dim is 0; RoPE turns pairs"),
     (dict(num_heads=64), "head_dim is 3; RoPE turns pairs"),
+    (dict(sliding_window=0), "sliding_window is 0; use 1 or more, or None"),
     (dict(attention="flash"), "attention is 'flash'; use one of auto, xla, cudnn, chunked"),
 ])
 def test_impossible_shapes_are_refused(changes, mend):
@@ -521,17 +536,31 @@ def test_an_old_config_means_the_defaults_of_its_time():
     (dict(attention_bias=True), r"attention_bias is True; .*one of \[False\]. Use a checkpoint"),
     (dict(mlp_bias=True), "mlp_bias is True"),
     (dict(hidden_act="gelu"), r"hidden_act is 'gelu'; .*\['silu'\]"),
-    (dict(model_type="mistral"), r"model_type is 'mistral'; .*\['llama'\]"),
+    (dict(model_type="gemma"), r"model_type is 'gemma'; .*\['llama', 'mistral', 'qwen2', 'qwen3'\]"),
     (dict(attention_dropout=0.1), "attention_dropout is 0.1"),
     (dict(rope_scaling=dict(rope_type="yarn")), r"rope_type is 'yarn'; .*\['default', 'llama3'\]"),
     (dict(rope_scaling=dict(type="linear", factor=4.0)), "rope_type is 'linear'"),
     (dict(rope_parameters=dict(rope_type="dynamic")), "rope_type is 'dynamic'"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     (dict(quantization_config=dict(bits=4)), "quantization_config is {'bits': 4}"),
+    (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window is True"),
 ])
 def test_a_config_for_another_model_is_refused_by_name(changes, mend):
     with pytest.raises(NotImplementedError, match=mend):
         llama.config_from({**HUB, **changes})
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-1b", "mistral-7b", "qwen2.5-7b", "qwen3-0.6b"])
+def test_a_config_written_is_read_as_it_was(name):
+    config = llama.presets[name]
+    read = llama.config_from(json.loads(json.dumps(llama.config_to(config))))
+    assert read == dataclasses.replace(config, head_dim=config.head_size)
+
+
+def test_a_mixture_that_no_published_model_is_cannot_be_written():
+    mixture = dataclasses.replace(SMALL, qk_norm=True, sliding_window=8)
+    with pytest.raises(NotImplementedError, match="all that Qwen3 and Mistral add to Llama. Leave all but one"):
+        llama.config_to(mixture)
 
 
 @pytest.mark.parametrize("lost", ["hidden_size", "original_max_position_embeddings"])
@@ -543,9 +572,11 @@ def test_a_config_with_a_hole_names_what_is_missing(lost):
 
 # Sizes
 
-PARAMETERS = {  # the last three as published
+PARAMETERS = {  # from llama3-1b on as published
     "llama-tiny": 344_736, "llama-2m": 1_967_808, "llama-30m": 29_764_096, "llama-125m": 125_264_640,
     "llama3-1b": 1_235_814_400, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096, "qwen2.5-0.5b": 494_032_768, "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
 }
 
 
