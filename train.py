@@ -17,15 +17,22 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from jfsdp import cli, data, tables
+from jfsdp import cli, data, processes, tables
 from jfsdp.layout import Plan
 from jfsdp.metrics import Screen, Throughput, memory, record
 from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.watchdog import Watchdog
 from jfsdp.wrap import fully_shard, plan_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and give 0, or 130 after Ctrl-C. Exits with 2 for usage and 1 for a failed run."""
+    with processes.together():
+        return run(argv)
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Check the options, tell what they come to, and train."""
     with cli.exits(2, ValueError, RuntimeError, OSError):
         job = cli.prepare(cli.parse(argv))
     console = tables.console()
@@ -55,25 +62,31 @@ def train(job: cli.Job, console: Console) -> int:
     throughput, losses = Throughput(plan.mesh.devices.size), []
     with ExitStack() as stack:
         stop = stack.enter_context(cli.stops_between_steps())
+        watchdog = stack.enter_context(Watchdog(config.processes.hang_timeout))
         writers = [*job.writers, Screen(console, steps, throughput)]
         for writer in writers:
             stack.callback(writer.close)
-        for number, batch in enumerate(ahead(job.batches, plan, steps), start=1):
+        for number, batch in enumerate(throughput.waits(ahead(job.batches, plan, steps)), start=1):
             lr = schedule(number - 1)
             state, result = step(state, batch)
+            stops = processes.vote(stop.is_set)
             timing = throughput.step(result, tokens=result.pop("weight"), places=job.places)
-            values = dict(result, lr=lr)
-            if job.evaluates_after(number) and not stop.is_set():
+            watchdog.beat(f"step {number}")
+            values, is_last = dict(result, lr=lr), stops()
+            if job.evaluates_after(number) and not is_last:
                 values["eval_loss"] = evaluate(state.params)
+                watchdog.beat(f"the evaluation after step {number}")
                 throughput.restart()
             last = record(number, timing, **values, **memory())
             losses.append(last["loss"])
             for writer in writers:
                 writer.write(last)
-            if stop.is_set():
+            if is_last:
                 break
     console.print(tables.summary(job, losses, last, throughput))
-    return 130 if stop.is_set() else 0
+    if job.group.count > 1:
+        console.print(tables.spread(processes.gather(throughput.of_process() | memory())))
+    return 130 if is_last else 0
 
 
 def optimizer(config: cli.TrainingConfig, plan: Plan) -> tuple[optax.GradientTransformation, optax.Schedule]:

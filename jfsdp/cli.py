@@ -32,6 +32,7 @@ from jfsdp.families import Model, find_model
 from jfsdp.mesh import make_mesh, parse_mesh, simulate_devices
 from jfsdp.metrics import JsonLines, TensorBoard, Writer
 from jfsdp.precision import MixedPrecision
+from jfsdp.processes import Group, connect, detect, label
 from jfsdp.schedule import Schedule
 from jfsdp.strategy import parse_strategy
 
@@ -165,6 +166,24 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """How processes find each other. torchrun, Slurm, Open MPI, Kubernetes and jfsdp.launch tell it themselves."""
+
+    coordinator: Annotated[DisallowNone[str | None], _or_else("HOST:PORT", "as the launcher says")] = None
+    """Where process 0 listens."""
+    num_processes: Annotated[DisallowNone[int | None], _or_else("N", "as the launcher says, else 1")] = None
+    """How many there are; 1 asks no launcher."""
+    process_id: Annotated[DisallowNone[int | None], _or_else("I", "as the launcher says")] = None
+    """Which of them this is, from 0."""
+    hang_timeout: Annotated[float | None, arg(metavar="SECONDS")] = 1800.0
+    """End the run, with the stacks of all threads, when nothing was done for so long; None waits forever."""
+
+    def __post_init__(self):
+        if self.hang_timeout is not None and not self.hang_timeout > 0:
+            raise ValueError(f"hang_timeout is {self.hang_timeout}; use seconds above 0, or None.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Train a language model with its parameters sharded, as PyTorch FSDP does, on any mesh of devices.
 
@@ -182,6 +201,7 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     output: OutputConfig = OutputConfig()
+    processes: ProcessConfig = ProcessConfig()
 
 
 def parse(argv: Sequence[str] | None = None) -> TrainConfig:
@@ -230,6 +250,7 @@ class Job(NamedTuple):
     """A run whose options have been checked against devices, model and data."""
 
     config: TrainConfig
+    group: Group
     model: Model
     mesh: Mesh
     sharding: dict[str, Any]
@@ -279,7 +300,9 @@ def prepare(config: TrainConfig) -> Job:
     """
     text, output = config.data, config.output
     model = find_model(config.model.model)
-    mesh = start(config.devices)
+    c = config.processes
+    group = connect(detect(coordinator=c.coordinator, num_processes=c.num_processes, process_id=c.process_id))
+    mesh = start(config.devices, group.count)
     precision = MixedPrecision(param_dtype=config.model.precision, reduce_dtype=config.model.reduce_dtype)
     strategy = parse_strategy(config.devices.strategy, mesh)
     devices = mesh.devices.size
@@ -299,24 +322,40 @@ def prepare(config: TrainConfig) -> Job:
         writers += [TensorBoard(output.tensorboard)] if output.tensorboard else []
     sharding = dict(mesh=mesh, strategy=strategy, mp_policy=precision)
     schedule = Schedule(prefetch=config.model.prefetch)
-    return Job(config, model, mesh, sharding, schedule, batch_size, rows, held_out, batches, writers)
+    return Job(config, group, model, mesh, sharding, schedule, batch_size, rows, held_out, batches, writers)
 
 
-def start(config: DeviceConfig) -> Mesh:
+def start(config: DeviceConfig, num_processes: int = 1) -> Mesh:
     """Start JAX and lay the mesh over its devices: GPUs where there are any, else simulated ones.
 
+    Mesh and simulated devices are counted over all processes.
     Raises: ValueError for a mesh that is not understood or does not fit, RuntimeError if JAX does not start
     as asked.
     """
-    replica, shard = parse_mesh(config.mesh, config.simulate or 8)
+    wanted = 8 if config.simulate is None else config.simulate
+    replica, shard = parse_mesh(config.mesh, max(wanted, num_processes))
+    count = replica * shard if config.simulate is None else wanted
+    own, rest = divmod(count, num_processes)
     if config.simulate is not None:
-        simulate_devices(config.simulate)
+        if rest:
+            raise ValueError(
+                f"{count} simulated devices do not split equally over {num_processes} processes. Simulate "
+                f"{num_processes * max(own, 1)} or {num_processes * (own + 1)}."
+            )
+        simulate_devices(own)
     elif "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
         # Read by the CPU backend alone: where JAX finds GPUs it changes nothing.
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={replica * shard}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={own + bool(rest)}".strip()
     if not seems_to_have_gpus():  # then a traceback about an unusable GPU plugin tells nothing
-        logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
-    return make_mesh(config.mesh, allow_idle=config.allow_idle)
+        for name in ("jax._src.xla_bridge", "jax_plugins"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    mesh = make_mesh(config.mesh, allow_idle=config.allow_idle)
+    if (used := len({device.process_index for device in mesh.devices.flat})) < num_processes:
+        raise ValueError(
+            f"mesh {config.mesh} has devices of {used} of the {num_processes} processes only. Use a mesh over all "
+            f"{jax.device_count()} devices, or start {used}."
+        )
+    return mesh
 
 
 def seems_to_have_gpus() -> bool:
@@ -358,7 +397,7 @@ def exits(code: int, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def _fail(code: int, message: str) -> NoReturn:
-    print(f"train.py: error: {message}", file=sys.stderr)
+    print(f"train.py: {label()}error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -61,7 +61,7 @@ def make_mesh(spec: str | tuple[int, int] = "auto", *, devices=None, allow_idle:
 
 
 def simulate_devices(count: int) -> None:
-    """Make the CPU appear as `count` devices. Call before JAX is used; other XLA flags are kept.
+    """Make the CPU appear as `count` devices of this process. Call before JAX is used; other XLA flags are kept.
 
     Raises: RuntimeError when JAX has already started; ValueError when the flag already asks for another count.
     """
@@ -81,7 +81,7 @@ def simulate_devices(count: int) -> None:
         )
     os.environ["XLA_FLAGS"] = " ".join(flags if asked else [*flags, f"{_COUNT_FLAG}={count}"])
     jax.config.update("jax_platforms", "cpu")
-    if (started := jax.device_count()) != count:
+    if (started := jax.local_device_count()) != count:
         raise RuntimeError(
             f"asked for {count} simulated devices and JAX started {started}; XLA_FLAGS={os.environ['XLA_FLAGS']!r}."
         )

@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,6 +57,20 @@ class Throughput:
         self._clock, self._since = clock, clock()
         self._tokens, self._seconds = 0.0, 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=window)
+        self.waited_s, self._steps = 0.0, 0
+
+    def waits(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; the time until each is there adds up in `waited_s`, the first one's apart."""
+        batches = iter(batches)
+        while True:
+            since = self._clock()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if self.compile_s is not None:  # before the first step, reading starts while the model is still made
+                self.waited_s += self._clock() - since
+            yield batch
 
     def restart(self) -> None:
         """Forget the time since the last step: it went into something else, such as an evaluation."""
@@ -76,7 +90,7 @@ class Throughput:
         if self.compile_s is None:
             self.compile_s = seconds
             return Timing(**count, compile_s=seconds)
-        self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
+        self._tokens, self._seconds, self._steps = self._tokens + tokens, self._seconds + seconds, self._steps + 1
         self._recent.append((tokens, seconds))
         rate = tokens / seconds
         each = rate / self.devices
@@ -92,6 +106,14 @@ class Throughput:
     def mean(self) -> float | None:
         """Tokens per second over the run, without the step that compiled."""
         return self._tokens / self._seconds if self._seconds else None
+
+    def of_process(self) -> dict[str, float]:
+        """Seconds of this process alone: `compile_s`, and of a mean step `step_s` and `data_s`, waiting for data.
+
+        A process that is late makes the steps of all longer; whose data is late shows only in its own `data_s`.
+        """
+        steps = max(self._steps, 1)
+        return dict(compile_s=self.compile_s or 0.0, step_s=self._seconds / steps, data_s=self.waited_s / steps)
 
 
 def memory() -> dict[str, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -49,6 +49,10 @@ def heading(job: Job) -> Table:
         "held out": "" if job.held_out is None else str(job.held_out),
         "batch": f"{job.batch_size} sequences of {c.data.seq_len} tokens = {parts}",
     }
+    if job.group.count > 1:
+        lines["processes"] = f"{job.group}, {jax.local_device_count()} devices each"
+    elif c.output.dry_run:
+        lines["processes"] = str(job.group)
     table = Table.grid(padding=(0, 2))
     for name, words in lines.items():
         if words:
@@ -177,6 +181,28 @@ def summary(job: Job, losses: Sequence[float], last: Record, throughput: Through
     for name, words in lines.items():
         table.add_row(f"[bold cyan]{name}", words)
     return table
+
+
+def spread(values: Mapping[str, Sequence[float]]) -> Table:
+    """What differs between processes: least, mean and most of each value, and whose it is. `values` by process.
+
+    Names end in `_s` for seconds and in `_bytes`.
+    """
+    table = Table(box=box.SIMPLE, title="Over all processes", **_TITLE)
+    table.add_column("each process")
+    for name in ("least", "of", "mean", "most", "of"):
+        table.add_column(name, justify="right", style="dim" if name == "of" else "")
+    for name, each in values.items():
+        what, _, unit = name.rpartition("_")
+        words = in_words if unit == "bytes" else _duration
+        least, most = min(each), max(each)
+        shown = words(least), each.index(least), words(sum(each) / len(each)), words(most), each.index(most)
+        table.add_row(what.replace("_", " "), *map(str, shown))
+    return table
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 10 else f"{1e3 * seconds:,.1f} ms"
 
 
 def _flops_words(job: Job, tokens_per_s: float) -> str:

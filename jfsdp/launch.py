@@ -1,0 +1,227 @@
+"""Start several processes of a program on this machine: `python -m jfsdp.launch --nproc 2 train.py --mesh 2x4`.
+
+Each process gets torchrun's variables, from which `processes.py` reads who it is; torchrun itself, srun, mpirun and
+Kubernetes do the same over many machines. Process 0 has the terminal, lines of the others begin with their number.
+Signals are passed on. When a process fails, it is named, and the others are ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SPEAK_S = 5
+"""Seconds that the others have, after one failed, to say what they saw."""
+END_S = 15
+"""Seconds that they have to follow SIGTERM before SIGKILL."""
+SAVE_S = 600
+"""Seconds that all have to end after a signal that was passed on: they may be saving."""
+
+SLURM = """\
+#!/bin/bash
+# sbatch train.sbatch
+#SBATCH --job-name=train
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1        # one process with all GPUs of its node; a process per GPU (8) works, too
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --signal=TERM@120          # two minutes before the time is up
+#SBATCH --requeue
+srun --kill-on-bad-exit=1 python train.py --mesh 4x8 --data ids.bin
+"""
+
+JOBSET = """\
+# kubectl apply -f train.yaml
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: train
+spec:
+  failurePolicy:
+    maxRestarts: 3                 # all pods together
+  replicatedJobs:
+    - name: workers
+      replicas: 1
+      template:
+        spec:
+          completionMode: Indexed
+          parallelism: 4
+          completions: 4
+          backoffLimit: 0
+          template:
+            spec:
+              restartPolicy: Never
+              terminationGracePeriodSeconds: 120
+              containers:
+                - name: train
+                  image: IMAGE
+                  command: [python, train.py, --mesh, 4x8, --data, /data/ids.bin]
+                  env:
+                    - name: WORLD_SIZE
+                      value: "4"
+                    - name: RANK
+                      valueFrom:
+                        fieldRef:
+                          fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
+                    - name: MASTER_ADDR
+                      value: train-workers-0-0.train
+                    - name: MASTER_PORT
+                      value: "1234"
+                  resources:
+                    limits:
+                      nvidia.com/gpu: 8
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the processes and give the exit code of the first that failed, 128 + n for one ended by signal n."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jfsdp.launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --nproc N [-m] PROGRAM ...\n       %(prog)s --example slurm|jobset",
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to start")
+    parser.add_argument("--example", choices=("slurm", "jobset"), help="print a file to begin with, and start nothing")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as in python -m")
+    parser.add_argument("program", nargs="?", help="a Python file or module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    asked = parser.parse_args(argv)
+    if asked.example:
+        print({"slurm": SLURM, "jobset": JOBSET}[asked.example], end="")
+        return 0
+    if asked.program is None:
+        parser.error("name the program to start, such as train.py.")
+    if asked.nproc < 1:
+        parser.error(f"--nproc is {asked.nproc}; it counts processes, so use 1 or more.")
+    command = [sys.executable, *(["-m"] if asked.is_module else []), asked.program, *asked.arguments]
+    return Launch(command, asked.nproc).run()
+
+
+class Ended(NamedTuple):
+    """A process is gone: its number, and its exit code or, below 0, the signal that ended it."""
+
+    rank: int
+    code: int
+
+
+class Launch:
+    """The processes of one command on this machine."""
+
+    def __init__(self, command: list[str], count: int):
+        self._started, self._port = time.monotonic(), _free_port()
+        self._events: queue.SimpleQueue[Ended | signal.Signals] = queue.SimpleQueue()  # reentrant: handlers put here
+        self._copiers: list[threading.Thread] = []
+        self._deadlines: list[tuple[float, int]] = []
+        self._is_stopping, self._first_failure = False, 0
+        self._running = {rank: self._start(command, rank, count) for rank in range(count)}
+
+    def run(self) -> int:
+        """Wait for all, pass signals on, and end all when one fails."""
+        before = {
+            number: signal.signal(number, lambda n, _: self._events.put(signal.Signals(n))) for number in _PASSED_ON
+        }
+        try:
+            while self._running:
+                self._turn()
+        finally:
+            self._signal(signal.SIGKILL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        for thread in self._copiers:
+            thread.join(1)
+        return self._first_failure
+
+    def _turn(self) -> None:
+        """One event: a process has ended, a signal has come, or time is up."""
+        left = max(self._deadlines[0][0] - time.monotonic(), 0) if self._deadlines else None
+        try:
+            event = self._events.get(timeout=left)
+        except queue.Empty:
+            self._signal(self._deadlines.pop(0)[1])
+            return
+        if isinstance(event, Ended):
+            del self._running[event.rank]
+            if event.code:
+                self._after_failure(event)
+        else:
+            self._signal(event)
+            if not self._is_stopping:
+                self._is_stopping = True
+                self._end_by((SAVE_S, signal.SIGKILL))
+
+    def _after_failure(self, event: Ended) -> None:
+        words = f"failed with exit code {event.code}"
+        if event.code < 0:
+            words = f"was ended by {signal.Signals(-event.code).name}"
+        if self._first_failure:
+            _say(f"then process {event.rank} {words}")
+            return
+        self._first_failure = event.code if event.code > 0 else 128 - event.code
+        if self._is_stopping:  # the code of an orderly end
+            self._end_by((SPEAK_S + END_S, signal.SIGKILL))
+            return
+        others = f"; ending process {', '.join(map(str, self._running))}" if self._running else ""
+        _say(f"process {event.rank} {words} after {time.monotonic() - self._started:.0f} s{others}")
+        self._end_by((SPEAK_S, signal.SIGTERM), (SPEAK_S + END_S, signal.SIGKILL))
+
+    def _end_by(self, *deadlines: tuple[float, int]) -> None:
+        now = time.monotonic()
+        self._deadlines = [(now + seconds, number) for seconds, number in deadlines]
+
+    def _signal(self, number: int) -> None:
+        for process in self._running.values():
+            process.send_signal(number)
+
+    def _start(self, command: list[str], rank: int, count: int) -> subprocess.Popen:
+        who = dict(RANK=rank, WORLD_SIZE=count, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=count)
+        where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=self._port, PYTHONUNBUFFERED=1)
+        environment = {**os.environ, **{name: str(value) for name, value in {**who, **where}.items()}}
+        environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        pipes = {} if rank == 0 else dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        # A group of its own: Ctrl-C reaches only the launcher, which passes it on once.
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0, **pipes)
+        for pipe, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if pipe is not None:
+                self._copiers.append(_thread(lambda pipe=pipe, screen=screen: _copy(rank, pipe, screen)))
+        _thread(lambda: self._events.put(Ended(rank, process.wait())))
+        return process
+
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _thread(target) -> threading.Thread:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+def _copy(rank: int, pipe, screen) -> None:
+    """Lines of a process to the screen, each under its number, in one write each so that they stay whole."""
+    for line in pipe:
+        screen.write(f"[{rank}] {line.decode(errors='replace')}")
+        screen.flush()
+
+
+def _say(words: str) -> None:
+    print(f"jfsdp.launch: {words}", file=sys.stderr, flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
