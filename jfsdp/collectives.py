@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jfsdp.layout import ParamLayout, unpad
+from jfsdp.strategy import Placement
 
 Arrays = list[Array]
 
@@ -37,6 +38,34 @@ def gather(shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:
     return _gather_cut(cast, cut, layouts, "param_dtype", to="varying")
 
 
+def keep(weights: Sequence[Array], shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:
+    """What `gather_again` needs of one unit: `[.., d, ..] -> [.., d/regather, ..]` of the gathered weights where the
+    placement keeps more than the shard (hpZ), else the shard. Moves nothing."""
+    return [
+        _own_part(_pad(w, leaf), leaf) if _regathers(leaf) else shard for w, shard, leaf in zip(weights, shards, layouts)
+    ]
+
+
+def gather_again(kept: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:
+    """`gather` for the backward pass, from what `keep` gave: inside groups of `regather` neighbours where it is set."""
+    if not any(map(_regathers, layouts)):
+        return gather(kept, layouts)
+    cast = [vary(w.astype(leaf.param_dtype), leaf.placement.data_axes) for w, leaf in zip(kept, layouts)]
+    cut = [i for i, leaf in enumerate(layouts) if leaf.dim is not None and not leaf.placement.whole_at_rest]
+    return _gather_cut(cast, cut, layouts, "param_dtype", to="varying", again=True)
+
+
+def _regathers(leaf: ParamLayout) -> bool:
+    return leaf.dim is not None and leaf.placement.regather is not None
+
+
+def _own_part(w: Array, leaf: ParamLayout) -> Array:
+    """This device's part of a padded parameter among the `regather` devices of its group."""
+    size = leaf.padded // leaf.placement.regather
+    mine = lax.axis_index(leaf.placement.shard_axes) % leaf.placement.regather
+    return lax.dynamic_slice_in_dim(w, mine * size, size, axis=leaf.dim)
+
+
 def gather_updated(shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:
     """Updated shards back to whole parameters at rest (SHARD_OPT), in the stored dtype; layers of a stack together.
 
@@ -48,21 +77,33 @@ def gather_updated(shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> A
     )
 
 
-def _gather_cut(arrays: Arrays, cut: list[int], layouts: Sequence[ParamLayout], dtype_name: str, to: str) -> Arrays:
+def _gather_cut(
+    arrays: Arrays, cut: list[int], layouts: Sequence[ParamLayout], dtype_name: str, to: str, again: bool = False
+) -> Arrays:
     """Gather the parameters listed in `cut`; the others pass through."""
     out = list(arrays)
     for i in cut:
         if not layouts[i].small:
-            out[i] = unpad(_gather_dim(arrays[i], layouts[i].placement.shard_axes, layouts[i].dim, to), layouts[i])
+            over = _over(layouts[i].placement, to, again)
+            out[i] = unpad(_gather_dim(arrays[i], layouts[i].dim, **over), layouts[i])
     for members in _buckets([i for i in cut if layouts[i].small], layouts, dtype_name):
         leaves = [layouts[i] for i in members]
         # all-gather over the shard axes (n devices): every small parameter of the unit at once. Each device
         # receives (n-1)/n of their sum; issued with the large gathers of the same unit, so it adds one
         # latency and hides with them.
-        pieces = lax.all_gather(_flat([arrays[i] for i in members]), leaves[0].placement.shard_axes, to=to)
-        for i, piece in zip(members, _split(pieces, [leaf.shard_shape for leaf in leaves])):
+        pieces = lax.all_gather(_flat([arrays[i] for i in members]), **_over(leaves[0].placement, to, again))
+        for i, piece in zip(members, _split(pieces, [arrays[i].shape for i in members])):
             out[i] = unpad(_join(piece, layouts[i].dim), layouts[i])
     return out
+
+
+def _over(placement: Placement, to: str, again: bool) -> dict:
+    """Among which devices a gather runs: all shards, or groups of `regather` neighbours in mesh order."""
+    axes, k = placement.shard_axes, placement.regather
+    if not again or k is None:
+        return dict(axis_name=axes, to=to)
+    groups = [list(range(first, first + k)) for first in range(0, placement.shards, k)]
+    return dict(axis_name=axes, to=to, axis_index_groups=groups)
 
 
 def reduce_scatter(grads: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:
@@ -144,12 +185,12 @@ def rows_to_columns(x: Array, axes: tuple[str, ...]) -> Array:
     return lax.all_to_all(vary(x, axes), axes, split_axis=x.ndim - 1, concat_axis=0, tiled=True)
 
 
-def _gather_dim(w: Array, axes: tuple[str, ...], dim: int, to: str) -> Array:
+def _gather_dim(w: Array, dim: int, **over) -> Array:
     # all-gather over the shard axes (n devices), [.., d/n, ..] -> [.., d, ..] in param_dtype: each device
     # receives (n-1)/n of the parameter. Issued one unit early (stack.py), so that it overlaps the previous
     # unit's matmuls. Another dim than the first is brought to the front on the shard, where it costs 1/n; the
     # matmul reads the gathered result transposed for nothing.
-    return jnp.moveaxis(lax.all_gather(jnp.moveaxis(w, dim, 0), axes, axis=0, tiled=True, to=to), 0, dim)
+    return jnp.moveaxis(lax.all_gather(jnp.moveaxis(w, dim, 0), axis=0, tiled=True, **over), 0, dim)
 
 
 def _scatter_dim(g: Array, axes: tuple[str, ...], dim: int) -> Array:

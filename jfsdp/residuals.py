@@ -27,17 +27,17 @@ Arrays = list[Array]
 class Split:
     """A function `fn(weights, x, shared, inputs) -> outputs`, all flat lists, cut into forward and pullback.
 
-    differentiate: for `shared` and for `inputs`, which entries get a cotangent. Weights all do, and every floating
-    entry of `x`.
+    differentiate: for `weights`, `shared` and `inputs`, which entries get a cotangent. Every floating entry of `x`
+    does.
     """
 
-    def __init__(self, fn: Callable, weights, x, shared, inputs, differentiate: tuple[Sequence[bool], Sequence[bool]]):
+    def __init__(self, fn: Callable, weights, x, shared, inputs, differentiate: tuple[Sequence[bool], ...]):
         self._args = (len(weights), len(x), len(shared), len(inputs))
         self._wanted = [
-            *[True] * len(weights),
-            *[is_floating(a) for a in x],
             *differentiate[0],
+            *[is_floating(a) for a in x],
             *differentiate[1],
+            *differentiate[2],
         ]
         flat = [*weights, *x, *shared, *inputs]
 
@@ -61,7 +61,7 @@ class Split:
         return values[: self._num_outputs], [values[self._num_outputs + i] for i in self._saved]
 
     def pullback(self, weights, saved, shared, inputs, cotangents) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-        """Cotangents of weights, of the floating entries of x, and of what `differentiate` asked for."""
+        """Cotangents of the floating entries of x, and of what `differentiate` asked for; in the order of `fn`."""
         # `x` is never read by what is rebuilt, so placeholders stand in for it.
         known = [*weights, *[None] * self._args[1], *shared, *inputs]
         read = (a for a, used in zip(known, self._rebuild_reads) if used)
@@ -98,6 +98,12 @@ class Split:
         for i in rebuilt:
             wanted[first + i] = True
         self._rebuild, self._rebuild_reads = pe.dce_jaxpr(jaxpr, wanted)
+
+
+def spread(cotangents: Arrays, wanted: Sequence[bool]) -> list:
+    """Put None, JAX's zero cotangent, where none was wanted."""
+    given = iter(cotangents)
+    return [next(given) if w else None for w in wanted]
 
 
 def is_floating(a) -> bool:

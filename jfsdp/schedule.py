@@ -64,7 +64,7 @@ class Reducer:
         self, layouts: Sequence[ParamLayout], held: Sequence[Array | None], regime: Regime, schedule: Schedule
     ):
         self.layouts, self.held, self.regime = list(layouts), list(held), regime
-        moves = (regime.last or not regime.no_sync) and bool(layouts[0].placement.data_axes)
+        moves = (regime.last or not regime.no_sync) and any(leaf.placement.data_axes for leaf in layouts)
         self.is_late = schedule.late_reduce and moves
 
     def start(self) -> Waiting:

@@ -38,7 +38,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jfsdp import collectives
 from jfsdp.layout import ParamLayout
-from jfsdp.residuals import Arrays, Split, hoist, is_floating
+from jfsdp.residuals import Arrays, Split, hoist, is_floating, spread
 
 Maybe = Sequence[Array | None]
 
@@ -148,7 +148,7 @@ def call(fn: Callable, params, *args):
     """
     leaves, tree = jax.tree.flatten(params, is_leaf=is_sharded)
     sharded = [leaf for leaf in leaves if is_sharded(leaf)]
-    if not sharded or not sharded[0].layout.placement.reshard_after_forward:
+    if not any(p.layout.placement.reshard_after_forward for p in sharded):
         return fn(unshard(params), *args)
     if len(sharded) < len(leaves):
         raise TypeError(
@@ -176,25 +176,26 @@ def _call_and_free(fn: Callable, sharded: list[Sharded], tree, args):
     fn = partial(_flat_call, fn, tree, x_tree, out_tree := [])
     fn, consts = hoist(fn, stand_ins(layouts), x)
     consts = [collectives.vary(c, axes) for c in consts]
+    trained = [p.sink is not None for p in sharded]
     split: list[Split] = []
 
     def forward(shards, sinks, x, consts):
         weights = collectives.gather(shards, layouts)
-        wanted = [is_floating(c) for c in consts]
-        split.append(Split(lambda w, x, c, _: fn(c, w, x), weights, x, consts, [], (wanted, [])))
+        wanted = (trained, [is_floating(c) for c in consts], [])
+        split.append(Split(lambda w, x, c, _: fn(c, w, x), weights, x, consts, [], wanted))
         out, saved = split[-1].forward(weights, x, consts, [])
-        return out, (shards, saved, x, consts)
+        return out, (collectives.keep(weights, shards, layouts), saved, x, consts)
 
     def backward(residuals, cotangents):
-        shards, saved, x, consts = residuals
+        kept, saved, x, consts = residuals
         # The barrier keeps the compiler from finding the forward pass's gather again and holding on to its result, and
         # from gathering for the backward pass before it has begun.
-        shards, cotangents = jax.lax.optimization_barrier((shards, cotangents))
-        weights = collectives.gather(shards, layouts)
+        kept, cotangents = jax.lax.optimization_barrier((kept, cotangents))
+        weights = collectives.gather_again(kept, layouts)
         to_weights, to_x, to_consts, _ = split[-1].pullback(weights, saved, consts, [], cotangents)
         return (
             [None] * len(layouts),
-            _to_sinks(to_weights, sharded),
+            _to_sinks(spread(to_weights, trained), sharded),
             fill_integers(to_x, x),
             fill_integers(to_consts, consts),
         )
@@ -233,8 +234,7 @@ def stand_ins(layouts: Sequence[ParamLayout]) -> Arrays:
 
 def fill_integers(cotangents: Arrays, args: Arrays) -> list:
     """Put None, JAX's zero cotangent, at the integer arguments that `Split` left out."""
-    given = iter(cotangents)
-    return [next(given) if is_floating(a) else None for a in args]
+    return spread(cotangents, [is_floating(a) for a in args])
 
 
 def _track_unit(params: list[Sharded]) -> list[Sharded]:

@@ -32,7 +32,7 @@ def unit(weights, x, shared, inputs, low=jnp.bfloat16):
     return [out @ kernel.T.astype(s.dtype), n + 1]
 
 
-def split(fn=unit, differentiate=((True,), (True,))):
+def split(fn=unit, differentiate=((True,), (True,), (True,))):
     return Split(fn, *arguments(), differentiate)
 
 
@@ -107,7 +107,7 @@ def test_numbers_are_those_of_jax_vjp(policy, shared, inputs, float64):
     want_w, want_x, want_s, want_g = pullback(cotangents)
     want = want_w, [want_x], want_s if shared else [], want_g if inputs else []
 
-    unit_split = Split(fn, w, x, s, g, ([shared], [inputs]))
+    unit_split = Split(fn, w, x, s, g, ([True], [shared], [inputs]))
     got_out, kept = unit_split.forward(w, x, s, g)
     got = unit_split.pullback(w, kept, s, g, cotangents)
     assert [len(group) for group in got] == [len(group) for group in want]
