@@ -32,7 +32,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jfsdp import collectives
-from jfsdp.residuals import Arrays, Split, hoist, is_floating
+from jfsdp.residuals import Arrays, Split, hoist, is_floating, spread
 from jfsdp.schedule import Index, Reducer, Schedule, Waiting, at
 from jfsdp.unit import Sharded, fill_integers, is_sharded, stand_ins
 
@@ -77,6 +77,8 @@ class _Saved(NamedTuple):
 
     loop: tuple | None
     tail: list[tuple]
+    shards: Arrays
+    """What the backward pass gathers: the shards, or larger pieces of this step's weights (hpZ), `[L, ...]`."""
     last_weights: Arrays | None
 
 
@@ -95,17 +97,20 @@ class _Stack:
     def __init__(self, block: Callable, params: list[Sharded], schedule: Schedule):
         self.block, self.schedule = block, schedule
         self.layouts, self.regime = [p.layout for p in params], params[0].regime
+        self.trained = [p.slot is not None for p in params]
         placement = self.layouts[0].placement
         self.axes = placement.data_axes
         self.num_layers = self.layouts[0].layers
         self.frees = placement.reshard_after_forward and not placement.whole_at_rest
+        self.keeps_parts = self.frees and placement.regather is not None
         self.keeps = not placement.reshard_after_forward and not placement.whole_at_rest
         self.depth = 0 if placement.whole_at_rest else min(schedule.prefetch, self.num_layers)
         self.tail_start = self.num_layers - min(max(self.depth, 1), self.num_layers)
 
-    def fetch(self, shards: Arrays, unit: Index) -> Arrays:
+    def fetch(self, shards: Arrays, unit: Index, again: bool = False) -> Arrays:
+        gather = collectives.gather_again if again else collectives.gather
         with jax.named_scope("gather"):
-            return collectives.gather([at(w, unit) for w in shards], self.layouts)
+            return gather([at(w, unit) for w in shards], self.layouts)
 
     def forward(
         self, shards: Arrays, x: Arrays, inputs: Arrays, shared: Arrays, wanted=None
@@ -116,7 +121,8 @@ class _Stack:
         """
         if wanted is not None:
             first = [at(a, 0) for a in inputs]
-            self.split = Split(self.block, stand_ins(self.layouts), x, shared, first, (wanted[1], wanted[0]))
+            gradients = (self.trained, wanted[1], wanted[0])
+            self.split = Split(self.block, stand_ins(self.layouts), x, shared, first, gradients)
         queue = [self.fetch(shards, i) for i in range(self.depth)]
 
         def unit(x, queue, i: Index, given):
@@ -129,33 +135,36 @@ class _Stack:
             else:
                 out, saved = self.split.forward(weights, x, shared, given)
             kept = weights if self.keeps and wanted is not None else None
-            return out[: len(x)], queue[1:], out[len(x) :], (saved, kept), weights
+            parts = []
+            if self.keeps_parts and wanted is not None:
+                parts = collectives.keep(weights, [at(w, i) for w in shards], self.layouts)
+            return out[: len(x)], queue[1:], out[len(x) :], (saved, kept), parts, weights
 
         def body(carry, layer):
-            x, queue, out, saved, _ = unit(*carry, *layer)
-            return (x, queue), (out, saved)
+            x, queue, out, saved, parts, _ = unit(*carry, *layer)
+            return (x, queue), (out, saved, parts)
 
-        loop_out, loop = None, None
+        loop_out, loop, loop_parts = None, None, None
         if self.tail_start:
             layers = (jnp.arange(self.tail_start), [a[: self.tail_start] for a in inputs])
-            (x, queue), (loop_out, loop) = lax.scan(body, (x, queue), layers, unroll=self.schedule.unroll)
-        tail_out, tail, weights = [], [], None
+            (x, queue), (loop_out, loop, loop_parts) = lax.scan(body, (x, queue), layers, unroll=self.schedule.unroll)
+        tail_out, tail, tail_parts, weights = [], [], [], None
         for i in range(self.tail_start, self.num_layers):
-            x, queue, out, saved, weights = unit(x, queue, i, [at(a, i) for a in inputs])
+            x, queue, out, saved, parts, weights = unit(x, queue, i, [at(a, i) for a in inputs])
             tail_out.append(out)
             tail.append(saved)
-        last_weights = weights if self.frees else None
-        return x, _join(loop_out, tail_out), _Saved(loop, tail, last_weights)
+            tail_parts.append(parts)
+        parts = _join(loop_parts, tail_parts) if self.keeps_parts else shards
+        return x, _join(loop_out, tail_out), _Saved(loop, tail, parts, weights if self.frees else None)
 
-    def backward(
-        self, shards: Arrays, held, inputs: Arrays, shared: Arrays, saved: _Saved, to_x: Arrays, to_outs: Arrays, wanted
-    ):
+    def backward(self, held, inputs: Arrays, shared: Arrays, saved: _Saved, to_x: Arrays, to_outs: Arrays, wanted):
         """Cotangents of slots, x, inputs and shared values (the wanted ones)."""
-        reducer = Reducer(self.layouts, held, self.regime, self.schedule)
+        trained = [leaf for leaf, is_trained in zip(self.layouts, self.trained) if is_trained]
+        reducer = Reducer(trained, held, self.regime, self.schedule)
         ahead = range(self.num_layers - 2, max(self.num_layers - 1 - self.depth, -1), -1)
         state = _Back(
             cotangent=to_x,
-            queue=[saved.last_weights, *(self.fetch(shards, i) for i in ahead)] if self.frees else [],
+            queue=[saved.last_weights, *(self.fetch(saved.shards, i, again=True) for i in ahead)] if self.frees else [],
             waiting=reducer.start(),
             to_shared=[
                 collectives.vary(jnp.zeros(s.shape, s.dtype), self.axes) for s, w in zip(shared, wanted[1]) if w
@@ -165,11 +174,11 @@ class _Stack:
         def unit(state: _Back, i: Index, kept, given, to_out):
             """Gather below, reduce above, compute the gradient of unit i."""
             activations, weights = kept
-            queue = [weights] if self.keeps else state.queue or [self.fetch(shards, i)]
+            queue = [weights] if self.keeps else state.queue or [self.fetch(saved.shards, i, again=self.frees)]
             if self.frees and self.depth:
                 below = i - self.depth  # clamped at the end: Note [The one unused gather]
                 below = max(below, 0) if isinstance(i, int) else jnp.maximum(below, 0)
-                queue = [*queue, self.fetch(shards, below)]
+                queue = [*queue, self.fetch(saved.shards, below, again=True)]
             waiting = reducer.advance(state.waiting, i)
             to_weights, to_x, to_shared, to_given = self.split.pullback(
                 queue[0], activations, shared, given, [*state.cotangent, *to_out]
@@ -189,7 +198,8 @@ class _Stack:
             )
             body = lambda state, layer: unit(state, *layer)
             state, to_loop = lax.scan(body, state, layers, reverse=True, unroll=self.schedule.unroll)
-        return reducer.finish(state.waiting), state.cotangent, _join(to_loop, to_tail), state.to_shared
+        to_slots = spread(reducer.finish(state.waiting), self.trained)
+        return to_slots, state.cotangent, _join(to_loop, to_tail), state.to_shared
 
 
 def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule: Schedule):
@@ -220,13 +230,12 @@ def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule
         stack.wanted = [[p.perturbed and is_floating(p.value) for p in group] for group in (inputs, shared)]
         shards, held, x, inputs, shared = _values((shards, held, x, inputs, shared))
         *out, saved = stack.forward(shards, x, inputs, shared, stack.wanted)
-        return tuple(out), (shards, held, x, inputs, shared, saved)
+        return tuple(out), (held, x, inputs, shared, saved)
 
     def backward(residuals, cotangents):
-        shards, held, x, inputs, shared, saved = residuals
+        held, x, inputs, shared, saved = residuals
         to_slots, to_x, to_inputs, to_shared = stack.backward(
-            shards,
-            held,
+            [h for h, is_trained in zip(held, stack.trained) if is_trained],
             inputs,
             shared,
             saved,
@@ -235,11 +244,11 @@ def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule
         )
         return (
             to_slots,
-            [None] * len(shards),
-            [None] * len(held),
+            [None] * len(leaves),
+            [None] * len(leaves),
             fill_integers([t for t, a in zip(to_x, x) if is_floating(a)], x),
-            _spread(to_inputs, stack.wanted[0]),
-            _spread(to_shared, stack.wanted[1]),
+            spread(to_inputs, stack.wanted[0]),
+            spread(to_shared, stack.wanted[1]),
         )
 
     run = jax.custom_vjp(primal)
@@ -338,11 +347,6 @@ def _fill(old: Arrays, new: Arrays) -> Arrays:
     """Put the cotangents of the floating entries back between the others'."""
     given = iter(new)
     return [next(given) if is_floating(a) else a for a in old]
-
-
-def _spread(cotangents: list, wanted: list[bool]) -> list:
-    given = iter(cotangents)
-    return [next(given) if w else None for w in wanted]
 
 
 def _join(loop, tail: list):
