@@ -2,7 +2,7 @@
 
 from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
 from jfsdp.mesh import make_mesh, simulate_devices
-from jfsdp.precision import MixedPrecision
+from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.stack import Stack, run_stack
 from jfsdp.step import Auxiliary, TrainState, TrainStep, eval_step, train_step
@@ -15,6 +15,7 @@ __all__ = [
     "Auxiliary",
     "Embed",
     "Head",
+    "LossScale",
     "MixedPrecision",
     "ParamLayout",
     "Plan",

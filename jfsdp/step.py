@@ -2,7 +2,7 @@
 
 Owns the story of one optimizer step and nothing of how a unit moves. A step is one compiled program:
 
-    total weight of the window -> micro-batches (a scan, the last one peeled) -> finished gradient shards
+    total weight of the window -> micro-batches (a scan, the last one peeled) -> finished gradient shards, unscaled
     -> norm -> clip -> optimizer on shards -> new state, or the old one when a gradient is not finite
 
 Note [Sum and weight]
@@ -35,7 +35,7 @@ from jfsdp import collectives, randomness
 from jfsdp.gpu import compiler_options
 from jfsdp.layout import Door, Plan, path_name
 from jfsdp.optim import Optimizer, global_norm, gradient_sums
-from jfsdp.precision import wide
+from jfsdp.precision import LossScale, ScaleState, wide
 from jfsdp.unit import Regime, empty_slot, enter, track
 
 
@@ -49,7 +49,7 @@ class Auxiliary(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "skipped", "params", "opt_state", "key", "buffers"),
+    data_fields=("step", "skipped", "params", "opt_state", "key", "buffers", "scale"),
     meta_fields=("plan",),
 )
 @dataclass(frozen=True)
@@ -67,40 +67,64 @@ class TrainState:
     buffers: Any
     """What the model keeps beside its parameters (batch statistics, counters, random streams), the same on every
     device; `{}` when there is nothing."""
+    scale: ScaleState | None
+    """The loss scale; None where nothing is computed or reduced in float16."""
     plan: Plan
 
     @classmethod
     def create(
-        cls, params, tx: optax.GradientTransformation, plan: Plan, *, seed: int = 0, buffers: Any = None
+        cls,
+        params,
+        tx: optax.GradientTransformation,
+        plan: Plan,
+        *,
+        seed: int = 0,
+        buffers: Any = None,
+        loss_scale: LossScale | None = None,
     ) -> TrainState:
         """A state at step 0 from stored parameters (`plan.place` or `plan.create` make them).
 
         The optimizer's state is created sharded, for the trained parameters alone.
 
         buffers: a pytree of arrays that the model reads and may write; None for none.
-        Raises: ValueError when a parameter is not placed as the plan says, or two leaves share a buffer.
+        loss_scale: None is `LossScale()` where a parameter is computed or reduced in float16, else no scale.
+        Raises: ValueError when a parameter is not placed as the plan says, two leaves share a buffer, or a trained
+            parameter is stored in float16.
         """
         _check_placed(params, plan)
-        everywhere = plan.sharding(PartitionSpec())
-        scalars = jax.jit(lambda: (jnp.int32(0), jnp.int32(0), jax.random.key(seed)), out_shardings=everywhere)()
+        everywhere, rule = plan.sharding(PartitionSpec()), _loss_scale(plan, loss_scale)
+        step, skipped, key, scale = jax.jit(
+            lambda: (jnp.int32(0), jnp.int32(0), jax.random.key(seed), rule and ScaleState.start(rule)),
+            out_shardings=everywhere,
+        )()
         buffers = jax.tree.map(lambda b: jax.device_put(jnp.copy(b), everywhere), {} if buffers is None else buffers)
-        state = cls(scalars[0], scalars[1], params, Optimizer(tx, plan).init(params), scalars[2], buffers, plan)
+        state = cls(step, skipped, params, Optimizer(tx, plan).init(params), key, buffers, scale, plan)
         check_separate_buffers(state)
         return state
 
     @classmethod
-    def abstract(cls, tx: optax.GradientTransformation, plan: Plan, *, buffers: Any = None) -> TrainState:
+    def abstract(
+        cls,
+        tx: optax.GradientTransformation,
+        plan: Plan,
+        *,
+        buffers: Any = None,
+        loss_scale: LossScale | None = None,
+    ) -> TrainState:
         """The shapes and shardings of a state, nothing allocated: for compiling a step that is not run."""
 
         def struct(shape, dtype, sharding):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-        everywhere = plan.sharding(PartitionSpec())
+        everywhere, rule = plan.sharding(PartitionSpec()), _loss_scale(plan, loss_scale)
         params = plan.map(lambda leaf: struct(leaf.rest_shape, leaf.dtype, plan.sharding(leaf.rest_spec)))
         scalar = struct((), jnp.int32, everywhere)
         key = struct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, everywhere)
         buffers = jax.tree.map(lambda b: struct(b.shape, b.dtype, everywhere), {} if buffers is None else buffers)
-        return cls(scalar, scalar, params, Optimizer(tx, plan).abstract_state(), key, buffers, plan)
+        scale = rule and jax.tree.map(
+            lambda a: struct(a.shape, a.dtype, everywhere), jax.eval_shape(partial(ScaleState.start, rule))
+        )
+        return cls(scalar, scalar, params, Optimizer(tx, plan).abstract_state(), key, buffers, scale, plan)
 
     def logical_params(self):
         """The parameters in their logical shapes, sharded."""
@@ -125,8 +149,8 @@ class TrainStep:
     def __call__(self, state: TrainState, batch) -> tuple[TrainState, dict[str, Array]]:
         """One optimizer step on a global batch (arrays with equal leading size, a multiple of devices x accumulate).
 
-        Gives the new state and metrics: `loss`, `weight` (tokens counted), `grad_norm`, `skipped`, and the auxiliary
-        losses.
+        Gives the new state and metrics: `loss`, `weight` (tokens counted), `grad_norm`, `skipped` and `updates` (steps
+        so far without and with an update), `loss_scale` (this step's, if there is one), and the auxiliary losses.
         Raises: ValueError for a batch that does not divide, and for a state of another plan or in which two leaves
             share a buffer; FloatingPointError under nonfinite="raise", whose `state` is the state before the step.
         """
@@ -194,15 +218,18 @@ class TrainStep:
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         old = self.optimizer.stored_shards(plan.only_trainable(state.params))
         params, opt_state = self.optimizer.update(grads, state.opt_state, old)
-        if self.nonfinite != "ignore":
+        step, skipped, scale = state.step + 1, state.skipped, state.scale
+        if self.nonfinite != "ignore" or scale is not None:
             new, kept = (params, opt_state, buffers), (old, state.opt_state, state.buffers)
             params, opt_state, buffers = jax.tree.map(partial(jnp.where, finite), new, kept)
-            metrics["bad"] = ~jnp.isfinite(sums)
+            skipped = skipped + 1 - finite.astype(jnp.int32)
+        metrics |= {"skipped": skipped, "updates": step - skipped, "bad": ~jnp.isfinite(sums)}
+        if scale is not None:
+            metrics["loss_scale"], scale = scale.scale, scale.after(finite)
+            metrics["bad"] &= scale.scale == metrics["loss_scale"]  # no matter of scale
         params = plan.with_trainable(state.params, self._gather_whole(params))
-        skipped = state.skipped + (0 if self.nonfinite == "ignore" else 1 - finite.astype(jnp.int32))
-        metrics["skipped"] = skipped
-        new = dict(params=params, opt_state=opt_state, buffers=buffers)
-        return replace(state, step=state.step + 1, skipped=skipped, **new), metrics
+        new = dict(params=params, opt_state=opt_state, buffers=buffers, scale=scale)
+        return replace(state, step=step, skipped=skipped, **new), metrics
 
     def _gradients(self, state: TrainState, batch):
         """Finished gradient shards (global arrays, None where frozen), new buffers, metrics, and what each trained
@@ -213,13 +240,14 @@ class TrainStep:
             self._local_gradients,
             mesh=plan.mesh,
             axis_names=set(axes),
-            in_specs=(plan.map(lambda leaf: leaf.rest_spec), everywhere, PartitionSpec(axes), everywhere),
+            in_specs=(plan.map(lambda leaf: leaf.rest_spec), everywhere, PartitionSpec(axes), everywhere, everywhere),
             out_specs=([leaf.shard_spec for leaf in self.trained], everywhere, everywhere, everywhere),
         )
-        grads, *others = local(state.params, state.buffers, batch, jax.random.fold_in(state.key, state.step))
+        key, scale = jax.random.fold_in(state.key, state.step), state.scale and state.scale.scale
+        grads, *others = local(state.params, state.buffers, batch, key, scale)
         return jax.tree.unflatten(jax.tree.structure(plan.trainable), grads), *others
 
-    def _local_gradients(self, params, buffers, batch, key):
+    def _local_gradients(self, params, buffers, batch, key, scale):
         plan, axes, n = self.plan, self.plan.placement.data_axes, self.accumulate
         micro = jax.tree.map(lambda a: a.reshape(n, a.shape[0] // n, *a.shape[1:]), batch)
         keys = jax.random.split(_own_key(key, axes), n)
@@ -236,7 +264,8 @@ class TrainStep:
                 with randomness.examples(key, jax.lax.axis_index(axes) * n * rows + index * rows, rows):
                     parts, new = terms(entered, buffers, batch, own_key)
                 sums = {name: t.sum for name, t in parts.items()}
-                return sum(t.coefficient * t.sum / weights[name] for name, t in parts.items()), (sums, new)
+                mean = sum(t.coefficient * t.sum / weights[name] for name, t in parts.items())
+                return mean if scale is None else mean * scale, (sums, new)
 
             slots = plan.map(lambda leaf: empty_slot(leaf, regime) if leaf.trainable else None)
             (_, (sums, new)), grads = jax.value_and_grad(objective, has_aux=True)(slots)
@@ -259,6 +288,8 @@ class TrainStep:
             last_sums, buffers, grads = backward(held, buffers, _at(micro, n - 1), keys[n - 1], n - 1, last)
             sums = {name: last_sums[name] + s.sum() for name, s in sums.items()}
         grads = jax.tree.leaves(grads)
+        if scale is not None:
+            grads = [g / scale.astype(g.dtype) for g in grads]
         norm_sums = self._norm_sums(grads)
         metrics = {name: collectives.total(s, axes) / weights[name] for name, s in sums.items()}
         metrics |= {"weight": totals["loss"], "grad_norm": global_norm(norm_sums, self.norm_type)}
@@ -306,7 +337,7 @@ class TrainStep:
     def _state_shardings(self):
         everywhere = self.plan.sharding(PartitionSpec())
         params, opt_state = self.plan.rest_shardings, self.optimizer.state_shardings
-        return TrainState(everywhere, everywhere, params, opt_state, everywhere, everywhere, self.plan)
+        return TrainState(everywhere, everywhere, params, opt_state, everywhere, everywhere, everywhere, self.plan)
 
     def _explain(self, state: TrainState, metrics) -> str:
         bad = [leaf.path for leaf, is_bad in zip(self.trained, metrics["bad"]) if is_bad]
@@ -341,7 +372,8 @@ def train_step(
     clip_norm: clip to this norm over all parameters; None does not clip.
     norm_type: 1, 2, 3, ... or `math.inf`.
     nonfinite: "raise" stops at a gradient that is not finite and names the parameter, "skip" goes on with the state as
-        it was, "ignore" does not look. A step is never half applied.
+        it was, "ignore" does not look. A step is never half applied. With a loss scale an overflow is skipped all the
+        same, and "raise" stops when the scale can be lowered no further.
     options: XLA options of this compile, beside the ones that `gpu.compiler_options` chooses for the platform.
     Raises: ValueError for a setting out of range.
     """
@@ -405,12 +437,12 @@ def loss_terms(loss: Callable, door: Door, params, buffers, batch, key) -> tuple
         out = (out * rows, jnp.asarray(rows, out.dtype))
     if len(out) not in (2, 3, 4):
         raise TypeError(
-            f"the loss returned {len(out)} values. Return a mean, (sum, weight), (sum, weight, {{name: Auxiliary}}), or "
-            "the same and the new buffers."
+            f"the loss returned {len(out)} values. Return a mean, (sum, weight), (sum, weight, {{name: Auxiliary}}), "
+            "or the same and the new buffers."
         )
     total, weight, others, returned = (*out, *(None,) * (4 - len(out)))
     others = dict(others or {})
-    if clash := set(others) & {"loss", "weight", "grad_norm", "skipped", "bad"}:
+    if clash := set(others) & {"loss", "weight", "grad_norm", "skipped", "updates", "loss_scale", "bad"}:
         raise ValueError(
             f"an auxiliary loss is named {sorted(clash)}, which the step logs itself. Choose another name."
         )
@@ -488,6 +520,17 @@ def check_separate_buffers(state) -> None:
                     f"{seen[where]} and {name} share one buffer, and the step donates both. "
                     "Copy one of them (jnp.copy) first."
                 )
+
+
+def _loss_scale(plan: Plan, asked: LossScale | None) -> LossScale | None:
+    """The rule of the loss scale: what was asked for, or the default where float16 needs one."""
+    if stored := [leaf.path for leaf in plan.leaves if leaf.trainable and leaf.dtype == jnp.float16]:
+        raise ValueError(
+            f"{stored[0]} is trained and stored in float16, where updates and unscaled gradients vanish. Store it in "
+            "float32 and compute in float16 with MixedPrecision(param_dtype='fp16')."
+        )
+    is_half = any(jnp.float16 in (leaf.param_dtype, leaf.reduce_dtype) for leaf in plan.leaves)
+    return LossScale() if asked is None and is_half else asked
 
 
 def _enter(plan: Plan, params, slots, held, regime: Regime):

@@ -96,9 +96,3 @@ class TestNames:
             MixedPrecision(reduce_dtype="int8")
         with pytest.raises(ValueError, match="dtype bool is not a floating dtype"):
             parse_dtype(bool)
-
-
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype"])
-def test_float16_is_refused_until_there_is_a_loss_scale(field):
-    with pytest.raises(NotImplementedError, match="Use bfloat16"):
-        MixedPrecision(**{field: "float16"})
