@@ -4,10 +4,20 @@ Owns the look-up and nothing of any model: a family is a module, known by what i
 
 Note [Families]
 A family is a module found under its name in the entry-point group `jfsdp.models`, or written out as
-`package.module:preset`. It offers `presets` (name -> config), `build(config, *, rngs, remat, schedule)`,
-`config_from(dict)` for a Hugging Face `config.json`, and `flops(config, seq_len)` to train on one token. A
-config has a `vocab_size`; what `build` makes has `loss(tokens, targets, weights, *, segments, positions)` and
-gives the sum over tokens and its weight.
+`package.module:preset`. It offers
+
+    presets                               name -> config, which has a `vocab_size`
+    build(config, *, rngs, remat, schedule)   a module with `loss(tokens, targets, weights, *, segments, positions)`,
+                                          which gives the sum over tokens and its weight
+    flops(config, seq_len)                to train on one token
+    config_from(dict), config_to(config)  a Hugging Face `config.json`, read and written
+    NAMES                                 our path -> (Hugging Face name, whether it is stored transposed); `{}` is the
+                                          layer; one table for both directions
+    TIED                                  a path that a tied model lacks -> the one it uses instead
+    PREFIX, IGNORED                       what names of some checkpoints lack, and patterns of what is no weight
+
+and, where there is something to say, SHARED (other names of a stored tensor) and READS_PAIRS (its loss needs a source
+beside the tokens). What is sampled from also has `new_cache` and `decode`: see `generate.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Llama and what computes like it (Mistral, Qwen2, Qwen3) in Flax NNX, and how Hugging Face names their parts.
 
-Owns the architecture and what follows from it (`presets`, `config_from`, `config_to`, `flops`, `NAMES`). Sharding is not
-here: blocks live in a `Stack`, the vocabulary in `Embed` and `Head`, and these decide where weights lie and
+Owns the architecture and what follows from it (`presets`, `config_from`, `config_to`, `flops`, `NAMES`). Sharding is
+not here: blocks live in a `Stack`, the vocabulary in `Embed` and `Head`, and these decide where weights lie and
 when they are gathered. Without a mesh this is an ordinary NNX model.
 
 Dims: `L B T D F V` layers, batch, tokens, width, inner width, vocabulary; `H K h` query heads, key/value

@@ -1,0 +1,307 @@
+"""Hugging Face folders in and out: `config.json` and safetensors to sharded parameters, and back, tensor by tensor.
+
+Owns how a family's table of names is applied, in both directions, and what is checked before a value is read. The file
+format is `safetensors.py`; what a name means is the family's (`NAMES`, see Note [Families] in `families.py`).
+
+Note [Streaming]
+No process ever holds more than one tensor of the file, or one layer of one parameter, in host memory. On the way in,
+each process reads the rows and columns that its devices hold, places them as the plan says (padded and sharded), and
+writes them into the stacked parameter on the devices, in place. On the way out, one layer of one parameter is
+fetched, written and let go.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfsdp.layout import ParamLayout, Plan
+from jfsdp.lora import ADAPTERS, BASE, merge
+from jfsdp.precision import parse_dtype
+from jfsdp.safetensors import MAX_FILE_BYTES, Entry, Tensor, read_safetensors, write_safetensors, write_text
+
+_COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
+"""What an export takes over from the folder that the run started from."""
+
+
+class Named(NamedTuple):
+    """A parameter and what Hugging Face calls it: one name, or one for each layer."""
+
+    leaf: ParamLayout
+    names: list[str]
+    transposed: bool
+
+    def shape(self) -> tuple[int, ...]:
+        """Of one tensor in the file."""
+        return self.leaf.shape[::-1] if self.transposed else self.leaf.shape
+
+
+def load_pretrained(folder: str | Path, plan: Plan, family: Any, *, start: Callable[[], Any] | None = None) -> Any:
+    """The parameters in a Hugging Face folder, stored as `plan` says, in the plan's dtypes. See Note [Streaming].
+
+    start: makes the logical parameters of a new model; the adapters are taken from it, which no checkpoint has.
+    Raises: ValueError that lists every tensor that is missing, unknown or misshapen, before any is read.
+    """
+    tensors = read_safetensors(folder)
+    named = name_parameters(plan, family)
+    found = _match(Path(folder), tensors, named, plan, family)
+    own = _new_parameters(plan, start, [leaf.path for leaf in plan.leaves if _is_adapter(leaf)])
+    placed = {one.leaf.path: _place(one, [found[name] for name in one.names], plan) for one in named}
+    return plan.map(lambda leaf: {**own, **placed}[leaf.path])
+
+
+def save_pretrained(
+    folder: str | Path,
+    params: Any,
+    plan: Plan,
+    family: Any,
+    config: Any,
+    *,
+    dtype: Any = None,
+    base: str | Path | None = None,
+    lora_scale: float = 1.0,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[Path]:
+    """Write stored parameters as a folder that `transformers` loads; gives its weight files. See Note [Streaming].
+
+    dtype: of the tensors on disk; None keeps each parameter's own.
+    base: the Hugging Face folder that the model came from: its `config.json` is kept where the model does not say
+        otherwise, and its tokenizer is copied.
+    lora_scale: adapters are added to the weights they adapt, times this.
+    """
+    folder, is_writer = Path(folder), jax.process_index() == 0
+    written = {**_read_config(base), **family.config_to(config)}
+    dtype = None if dtype is None else parse_dtype(dtype)
+    files = write_safetensors(
+        folder,
+        entries(params, plan, family, dtype=dtype, lora_scale=lora_scale),
+        aliases=aliases(plan, family),
+        max_file_bytes=max_file_bytes,
+        is_writer=is_writer,
+    )
+    if is_writer:
+        stored = {np.dtype(dtype or leaf.dtype).name for leaf in plan.leaves if not _is_adapter(leaf)}
+        written.pop("dtype", None)
+        written["torch_dtype"] = stored.pop() if len(stored) == 1 else "float32"
+        write_text(folder / "config.json", json.dumps(written, indent=2) + "\n")
+        for path in _tokenizer_files(base):
+            shutil.copy(path, folder / path.name)
+    return files
+
+
+def name_parameters(plan: Plan, family: Any) -> list[Named]:
+    """Every parameter but the adapters, with its names in a checkpoint, in the order of the plan.
+
+    Raises: ValueError for a parameter that the family's table does not know.
+    """
+    out, unknown = [], []
+    for leaf in plan.leaves:
+        if _is_adapter(leaf):
+            continue
+        entry = family.NAMES.get(key_of(leaf))
+        if entry is None:
+            unknown.append(leaf.path)
+        else:
+            name, transposed = entry
+            out.append(Named(leaf, [name.format(i) for i in range(leaf.layers or 1)], transposed))
+    if unknown:
+        raise ValueError(
+            f"{family.__name__}.NAMES has no Hugging Face name for {', '.join(unknown)}. Add it to the table."
+        )
+    return out
+
+
+def key_of(leaf: ParamLayout) -> str:
+    """A parameter's path as a table of names spells it: `blocks.{}.attn.q.kernel`."""
+    path = leaf.path
+    if leaf.layers is not None:
+        path = f"{leaf.unit.removesuffix('.each')}.{{}}{leaf.path.removeprefix(leaf.unit)}"
+    return path.replace(f".{BASE}.", ".")
+
+
+def aliases(plan: Plan, family: Any) -> dict[str, str]:
+    """Hugging Face names of what a tied model uses twice and stores once: `{other: stored}`."""
+    there = {key_of(leaf) for leaf in plan.leaves}
+    tied = {family.NAMES[other][0]: family.NAMES[kept][0] for other, kept in family.TIED.items() if other not in there}
+    return {**getattr(family, "SHARED", {}), **tied}
+
+
+def entries(params: Any, plan: Plan, family: Any, *, dtype: Any = None, lora_scale: float = 1.0) -> Iterator[Entry]:
+    """The tensors of a checkpoint, layer by layer, adapters merged; each is fetched when it is written."""
+    values = dict(zip((leaf.path for leaf in plan.leaves), jax.tree.leaves(params), strict=True))
+    layouts = {leaf.path: leaf for leaf in plan.leaves}
+    named = name_parameters(plan, family)
+
+    def fetch(one: Named, layer: int, dtype) -> np.ndarray:
+        whole = lambda leaf: fetch_layer(values[leaf.path], leaf, plan, layer)  # noqa: E731
+        value = whole(one.leaf)
+        adapters = [layouts.get(path) for path in _adapter_paths(one.leaf)]
+        if all(adapters):
+            value = merge(value, *map(whole, adapters), scale=lora_scale)
+        return (value.T if one.transposed else value).astype(dtype, copy=False)
+
+    for layer in range(max(len(one.names) for one in named)):
+        for one in named:
+            if layer < len(one.names):
+                stored = np.dtype(dtype or one.leaf.dtype)
+                yield Entry(one.names[layer], one.shape(), stored, partial(fetch, one, layer, stored))
+
+
+def fetch_layer(value: jax.Array, leaf: ParamLayout, plan: Plan, layer: int = 0) -> np.ndarray:
+    """One layer of a stored parameter on the host, in its logical shape; every process of a run must ask for it."""
+    spec = PartitionSpec(*leaf.rest_spec[1:]) if leaf.layers is not None else leaf.rest_spec
+    if not value.is_fully_addressable:
+        # all-gather over the shard axes: each device receives (S-1)/S of one layer of one parameter, overlapping
+        # nothing. In one process the host joins the shards instead.
+        spec = PartitionSpec()
+    if leaf.layers is not None:
+        value = _pick(plan.sharding(spec))(value, layer)
+    elif not value.is_fully_addressable:
+        value = _replicate(plan.sharding(spec))(value)
+    return np.asarray(value)[tuple(slice(n) for n in leaf.shape)]
+
+
+def _is_adapter(leaf: ParamLayout) -> bool:
+    return leaf.path.rpartition(".")[2] in ADAPTERS
+
+
+def _adapter_paths(leaf: ParamLayout) -> list[str]:
+    parent, _, rest = leaf.path.rpartition(f".{BASE}.")
+    return [f"{parent}.{name}" for name in ADAPTERS] if parent and rest == "kernel" else [""]
+
+
+def _match(folder: Path, tensors: dict[str, Tensor], named: list[Named], plan: Plan, family: Any) -> dict[str, Tensor]:
+    """The tensors by the names of the table."""
+    wanted = {name: one for one in named for name in one.names}
+    prefix, tied = family.PREFIX, aliases(plan, family)
+    found, unknown = {}, []
+    for name, tensor in tensors.items():
+        full = name if name in wanted or name in tied else prefix + name
+        if full in wanted or full in tied:
+            found[full] = tensor
+        elif not any(fnmatch(name, pattern) for pattern in family.IGNORED):
+            unknown.append(name)
+    missing = [name for name in wanted if name not in found]
+    misshapen = [
+        f"{name} is {list(found[name].shape)}, expected {list(one.shape())}"
+        for name, one in wanted.items()
+        if name in found and found[name].shape != one.shape()
+    ]
+    differing = [
+        f"{other} differs from {kept}, which a tied model uses in its place"
+        for other, kept in tied.items()
+        if other in found and kept in found and not _equal(found[other], found[kept])
+    ]
+    problems = [
+        f"{what}: {'; '.join(names[:20])}{f' and {len(names) - 20} more' if len(names) > 20 else ''}."
+        for what, names in dict(missing=missing, unknown=unknown, misshapen=misshapen, tied=differing).items()
+        if names
+    ]
+    if problems:
+        raise ValueError(
+            f"{folder} does not hold this model. {' '.join(problems)} "
+            "Build the model from the config.json beside the weights."
+        )
+    return found
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bitwise, a MiB or so at a time."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    rows = max(1, (1 << 20) // max(1, a.shape[-1]))
+    return all(a[i : i + rows].tobytes() == b[i : i + rows].tobytes() for i in range(0, a.shape[0], rows))
+
+
+def _place(one: Named, tensors: list[Tensor], plan: Plan) -> jax.Array:
+    """A parameter from its tensors, as the plan stores it."""
+    leaf = one.leaf
+    rest = plan.sharding(leaf.rest_spec)
+    if leaf.layers is None:
+        return jax.block_until_ready(_cast(rest, leaf.dtype)(_place_layer(one, tensors[0], rest, leaf.rest_shape)))
+    sharding = plan.sharding(PartitionSpec(*leaf.rest_spec[1:]))
+    stacked = _zeros(rest, leaf.rest_shape, leaf.dtype)()
+    for layer, tensor in enumerate(tensors):
+        placed = _place_layer(one, tensor, sharding, leaf.rest_shape[1:])
+        stacked = jax.block_until_ready(_insert(rest)(stacked, placed, layer))  # waits, or host copies would pile up
+    return stacked
+
+
+def _place_layer(one: Named, tensor: Tensor, sharding: NamedSharding, stored: tuple[int, ...]) -> jax.Array:
+    """One tensor on the devices: each piece is read once a process, however many devices hold it."""
+    shape = one.leaf.shape
+
+    @lru_cache(None)
+    def read(spans: tuple[tuple[int, int], ...]) -> np.ndarray:
+        inside = tuple(slice(first, min(end, n)) for (first, end), n in zip(spans, shape))
+        part = np.ascontiguousarray(tensor[inside[::-1]].T) if one.transposed else tensor[inside]
+        return np.pad(part, [(0, end - first - n) for (first, end), n in zip(spans, part.shape)])
+
+    return jax.make_array_from_callback(
+        stored, sharding, lambda index: read(tuple(s.indices(n)[:2] for s, n in zip(index, stored)))
+    )
+
+
+def _new_parameters(plan: Plan, start, paths: list[str]) -> dict[str, jax.Array]:
+    """Those of a new model's parameters at `paths`, created as the plan stores them; the others are never computed."""
+    if not paths:
+        return {}
+    if start is None:
+        raise ValueError(f"{', '.join(paths[:3])}: no checkpoint has adapters. Pass start, which creates new ones.")
+    leaves = plan.leaves
+    chosen = [i for i, leaf in enumerate(leaves) if leaf.path in paths]
+
+    def create():
+        flat = jax.tree.leaves(plan.pad(start()))
+        return [flat[i] for i in chosen]
+
+    made = jax.jit(create, out_shardings=[plan.sharding(leaves[i].rest_spec) for i in chosen])()
+    return {leaves[i].path: value for i, value in zip(chosen, made)}
+
+
+def _read_config(base: str | Path | None) -> dict[str, Any]:
+    path = None if base is None else Path(base) / "config.json"
+    return json.loads(path.read_text()) if path is not None and path.is_file() else {}
+
+
+def _tokenizer_files(base: str | Path | None) -> list[Path]:
+    return [] if base is None else sorted({path for pattern in _COPIED for path in Path(base).glob(pattern)})
+
+
+@lru_cache(None)
+def _zeros(sharding: NamedSharding, shape, dtype):
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+@lru_cache(None)
+def _cast(sharding: NamedSharding, dtype):
+    # A copy also where the dtype stays: what was placed may share the host's memory, and parameters are donated.
+    return jax.jit(lambda w: jnp.copy(w.astype(dtype)), out_shardings=sharding)
+
+
+@lru_cache(None)
+def _insert(sharding: NamedSharding):
+    def insert(stacked, w, layer):
+        return jax.lax.dynamic_update_index_in_dim(stacked, w.astype(stacked.dtype), layer, 0)
+
+    return jax.jit(insert, out_shardings=sharding, donate_argnums=0)
+
+
+@lru_cache(None)
+def _pick(sharding: NamedSharding):
+    return jax.jit(lambda w, layer: jax.lax.dynamic_index_in_dim(w, layer, 0, False), out_shardings=sharding)
+
+
+@lru_cache(None)
+def _replicate(sharding: NamedSharding):
+    return jax.jit(lambda w: w, out_shardings=sharding)
