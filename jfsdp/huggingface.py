@@ -164,10 +164,9 @@ def fetch_layer(value: jax.Array, leaf: ParamLayout, plan: Plan, layer: int = 0)
         # all-gather over the shard axes: each device receives (S-1)/S of one layer of one parameter, overlapping
         # nothing. In one process the host joins the shards instead.
         spec = PartitionSpec()
-    if leaf.layers is not None:
-        value = _pick(plan.sharding(spec))(value, layer)
-    elif not value.is_fully_addressable:
-        value = _replicate(plan.sharding(spec))(value)
+    sharding = plan.sharding(spec)
+    # A copy of what is not stacked: an array keeps what NumPy has once read of it as long as it lives.
+    value = _copy(sharding)(value) if leaf.layers is None else _pick(sharding)(value, layer)
     return np.asarray(value)[tuple(slice(n) for n in leaf.shape)]
 
 
@@ -303,5 +302,5 @@ def _pick(sharding: NamedSharding):
 
 
 @lru_cache(None)
-def _replicate(sharding: NamedSharding):
-    return jax.jit(lambda w: w, out_shardings=sharding)
+def _copy(sharding: NamedSharding):
+    return jax.jit(jnp.copy, out_shardings=sharding)
