@@ -1,0 +1,28 @@
+"""train.py with a fault: process PROCESS fails when it reads batch BATCH, counted from 0, and notes the time.
+
+`python -m jfsdp.launch --nproc 2 -m tests.process_faults PROCESS BATCH kill|raise OPTIONS`
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import train
+from jfsdp import data
+
+if __name__ == "__main__":
+    process, number, how, *options = sys.argv[1:]
+    read = data.Batches.__next__
+
+    def read_or_fail(batches):
+        if os.environ["RANK"] == process and batches.step == int(number):
+            Path(options[3]).with_name("fault").write_text(str(time.time()))
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the disk is gone")
+        return read(batches)
+
+    data.Batches.__next__ = read_or_fail
+    sys.exit(train.main(options))

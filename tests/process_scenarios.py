@@ -1,0 +1,159 @@
+"""What one process and many must agree on, run by both: the tests call `everything` in their own process, and the
+launcher starts this file in several, each of which writes what it saw to `OUT/<index>.json`.
+
+`python -m jfsdp.launch --nproc 2 -m tests.process_scenarios OUT`
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+
+from jfsdp import audit, cli, data, processes
+from jfsdp.layout import make_plan
+from jfsdp.mesh import make_mesh
+from jfsdp.metrics import Throughput, record
+from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.unit import unshard
+from tests.support import UNITS, toy_batch, toy_loss, toy_params
+from train import place
+
+
+class Rows:
+    """Arrays of equal length as a data set."""
+
+    def __init__(self, **arrays):
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(next(iter(self._arrays.values())))
+
+    def __getitem__(self, i: int) -> dict:
+        return {name: array[i] for name, array in self._arrays.items()}
+
+
+def everything() -> dict:
+    """Every scenario's result, in JSON's types."""
+    return {
+        "FULL_SHARD": training("1x8", "FULL_SHARD"),
+        "HYBRID_SHARD": training("2x4", "HYBRID_SHARD"),
+        "ids": ids_of_an_epoch(),
+        "metrics": [metrics(list(range(1, 9)), [1] * 8), metrics([2, 6, 0, 0, 0, 0, 0, 0], [3, 1, 0, 0, 0, 0, 0, 0])],
+        "evaluations": [evaluation(66), evaluation(3)],
+        "rates": learning_rates(),
+        "votes": votes(),
+    }
+
+
+def training(mesh: str, strategy: str) -> dict:
+    """Three steps of the toy model: losses, norms, the parameters afterwards, hosts and groups of collectives."""
+    params = toy_params(dtype=jnp.float32)
+    plan = make_plan(params, make_mesh(mesh), strategy=strategy, units=UNITS)
+    tx = optax.adamw(1e-2)
+    state = TrainState.create(plan.place(params), tx, plan)
+    placed = all_of(plan.unpad(state.params))
+    step = train_step(toy_loss(), tx, plan, clip_norm=1.0, accumulate=2)
+    batch = place(next(batches(Rows(**toy_batch(dtype=np.float32)), 16)), plan)
+    program = audit.read(step.lower(state, batch).compile(), plan.mesh)
+    losses, norms = [], []
+    for _ in range(3):
+        state, result = step(state, batch)
+        losses.append(float(result["loss"]))
+        norms.append(float(result["grad_norm"]))
+    return {
+        "placed": placed == all_of(params),
+        "losses": losses,
+        "norms": norms,
+        "params": all_of(state.logical_params()),
+        "hosts": [[device.process_index for device in row] for row in plan.mesh.devices],
+        "groups": [[c.kind, c.groups] for c in program.collectives],
+    }
+
+
+def all_of(tree) -> list:
+    """Every value of a tree of arrays, wherever they are."""
+    whole = [
+        leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return [np.asarray(leaf).tolist() for leaf in whole]
+
+
+def batches(rows: Rows, global_batch: int) -> data.Batches:
+    return data.Batches(rows, global_batch=global_batch, **cli.processes())
+
+
+def ids_of_an_epoch() -> list[list[int]]:
+    """C-63: what is on all devices in each of the four batches of an epoch of 32 examples."""
+    plan = make_plan({"w": jnp.zeros(8)}, make_mesh("2x4"))
+    reader = batches(Rows(id=np.arange(32, dtype=np.int32)), 8)
+    return [all_of(place(next(reader), plan))[0] for _ in range(4)]
+
+
+def weighted(params, batch, key):
+    """A loss that is told by the batch, and a gradient of 1 for each parameter."""
+    return jnp.sum(batch["loss"] * batch["weight"]) + 0 * unshard(params["w"]).sum(), batch["weight"].sum()
+
+
+def metrics(losses: list, weights: list) -> list[float]:
+    """C-70: loss and tokens as they are logged."""
+    params = {"w": jnp.zeros(8)}
+    plan = make_plan(params, make_mesh("2x4"))
+    state = TrainState.create(plan.place(params), optax.sgd(1.0), plan)
+    rows = Rows(loss=np.array(losses, np.float32), weight=np.array(weights, np.float32))
+    share = data.evaluation_batches(rows, global_batch=8, **cli.processes())
+    _, result = train_step(weighted, optax.sgd(1.0), plan)(state, place(next(share), plan))
+    timing = Throughput(8).step(result, tokens=result.pop("weight"), places=8)
+    written = record(1, timing, **result)
+    return [written["loss"], written["tokens"]]
+
+
+def evaluation(examples: int) -> list[float]:
+    """C-71: sum and count over a set whose last batch leaves the second process nothing; example i has loss i."""
+    params = {"w": jnp.zeros(8)}
+    plan = make_plan(params, make_mesh("2x4"))
+    rows = Rows(loss=np.arange(examples, dtype=np.float32), weight=np.ones(examples, np.float32))
+    step, stored = eval_step(weighted, plan), plan.place(params)
+    share = data.evaluation_batches(rows, global_batch=8, **cli.processes())
+    results = jax.device_get([step(stored, place(batch, plan)) for batch in share])
+    return [float(sum(s for s, _ in results)), float(sum(w for _, w in results)), len(results)]
+
+
+def learning_rates() -> list[float]:
+    """C-30: what a parameter moves by when its gradient is 1, in 4 steps of 4 micro-batches, warm-up over 4 steps."""
+
+    def product(params, batch, key):
+        return (unshard(params["w"]).sum() * batch["one"]).sum(), batch["one"].sum()
+
+    params, tx = {"w": jnp.zeros(8)}, optax.sgd(optax.linear_schedule(0.25, 1.0, 3))
+    plan = make_plan(params, make_mesh("1x8"))
+    state, step, at = (
+        TrainState.create(plan.place(params), tx, plan),
+        train_step(product, tx, plan, accumulate=4),
+        [0.0],
+    )
+    for batch in (next(batches(Rows(one=np.ones(32, np.float32)), 32)) for _ in range(4)):
+        state, _ = step(state, place(batch, plan))
+        at.append(-all_of(state.params)[0][0])
+    return np.diff(at).tolist()
+
+
+def votes() -> list:
+    """What a vote says when nobody, and when only the last process agrees; and everybody's index."""
+    is_last = jax.process_index() == jax.process_count() - 1
+    answers = [processes.vote(lambda: False)(), processes.vote(lambda: is_last)()]
+    return [*answers, processes.gather({"index": jax.process_index(), "seconds": 0.5})]
+
+
+if __name__ == "__main__":
+    group = processes.connect()
+    cli.start(cli.DeviceConfig(mesh="8"), group.count)
+    if group.index == 1:
+        warnings.warn("a warning from the second process", stacklevel=1)
+    Path(sys.argv[1], f"{group.index}.json").write_text(json.dumps(everything()))

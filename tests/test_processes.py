@@ -1,0 +1,292 @@
+"""Many processes: who tells what, 2 x 4 and 4 x 2 devices against 1 x 8, and how a run of many ends."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jfsdp import processes
+from jfsdp.processes import Group, detect, local_devices
+from tests import process_scenarios
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = dict(
+    RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="node1", MASTER_PORT="29500"
+)
+SLURM = dict(
+    SLURM_JOB_ID="4097",
+    SLURM_STEP_NODELIST="node[004-007],other1",
+    SLURM_NTASKS="99",
+    SLURM_STEP_NUM_TASKS="19",
+    SLURM_PROCID="17",
+    SLURM_LOCALID="1",
+    SLURM_NODEID="4",
+    SLURM_STEP_TASKS_PER_NODE="4(x4),3",
+)
+OPEN_MPI = dict(
+    OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2"
+)
+
+
+# ------------------------------------------------------------ who tells
+
+
+@pytest.mark.parametrize(
+    ("environ", "source", "group"),
+    [
+        (TORCHRUN, "torchrun", ("node1:29500", 8, 5, 1, 4)),
+        ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, "torchrun", ("node1:29501", 8, 5, 1, 4)),
+        (SLURM, "Slurm", ("node004:61441", 19, 17, 1, 3)),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "SLURM_NODEID": "0"}, "Slurm", ("a:61441", 19, 17, 1, 4)),
+        (
+            {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"},
+            "Open MPI",
+            ("10.96.0.1:62624", 4, 3, 1, 2),
+        ),
+        ({**SLURM, **OPEN_MPI, **TORCHRUN}, "torchrun", ("node1:29500", 8, 5, 1, 4)),
+    ],
+    ids=["torchrun", "torchrun that listens itself", "slurm", "slurm, names", "open mpi 4", "all three"],
+)
+def test_a_launcher_tells_who_this_is(environ, source, group, monkeypatch):
+    for name, value in environ.items():  # JAX's reader of host lists looks there
+        monkeypatch.setenv(name, value)
+    found = detect(environ=environ)
+    assert source in found.source
+    assert (found.coordinator, found.count, found.index, found.local_index, found.local_count) == group
+
+
+def test_open_mpi_5_on_one_host_meets_at_home_and_else_asks_for_the_coordinator():
+    one_host = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-host-77@1"}
+    address = detect(environ=one_host).coordinator
+    assert re.fullmatch(r"127\.0\.0\.1:6\d{4}", address) and detect(environ=one_host).coordinator == address
+    with pytest.raises(
+        ValueError, match="Open MPI tells of 4 processes, but not where process 0 .* --coordinator HOST"
+    ):
+        detect(environ=OPEN_MPI)
+    assert detect(environ=OPEN_MPI, coordinator="h:1").coordinator == "h:1"
+
+
+def test_words_win_over_the_environment():
+    given = dict(coordinator="h:1", num_processes=2, process_id=1)
+    group = detect(environ=TORCHRUN, **given)
+    assert (group.coordinator, group.count, group.index, group.local_count) == ("h:1", 2, 1, 1)
+    assert detect(environ=TORCHRUN, num_processes=1).count == 1
+    assert detect(environ=TORCHRUN, coordinator="h:1") == Group(
+        source="torchrun's variables", coordinator="h:1", count=8, index=5, local_index=1, local_count=4
+    )
+
+
+def test_without_a_launcher_it_is_alone():
+    assert detect(environ={}).count == 1
+    assert detect(environ={"RANK": "0", "WORLD_SIZE": "1"}).count == 1
+    assert processes.label() == ""
+    assert processes.gather({"a": 1.5}) == {"a": [1.5]}
+    assert processes.connect(detect(environ={})).count == 1 and not jax.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "message"),
+    [
+        ({}, dict(coordinator="h:1"), "--coordinator given, but not --num-processes and --process-id, and no launcher"),
+        ({}, dict(coordinator="h:1", num_processes=2, process_id=2), "process 2 of 2 .*Use .* --process-id 0 to 1"),
+        ({}, dict(coordinator="h:1", num_processes=0, process_id=0), "there is at least one"),
+        (
+            {},
+            dict(coordinator="h", num_processes=2, process_id=0),
+            "coordinator 'h' is no HOST:PORT. Write .* node1:1234",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "not where process 0 can be reached. .*MASTER_ADDR and MASTER_PORT"),
+    ],
+    ids=["partly", "index", "count", "address", "no address"],
+)
+def test_what_is_missing_or_wrong_is_named(environ, given, message):
+    with pytest.raises(ValueError, match=message):
+        detect(environ=environ, **given)
+
+
+def test_a_job_that_started_no_tasks_is_warned_about(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert detect(environ={"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}).count == 1
+        assert detect(environ={"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "1"}).count == 1
+    assert "4 tasks, but srun started none: training alone. Use srun." in caplog.text
+    assert "pip install kubernetes, or set RANK" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("visible", "local", "extra", "devices"),
+    [
+        ("0,1,2,3,4,5,6,7", (1, 4), {}, [2, 3]),
+        ("0,1", (1, 2), {}, [1]),
+        ("0,1,2,3", (0, 1), {}, None),
+        ("3", (1, 4), {}, None),  # the launcher shows each its own
+        ("0,1,2,3", (1, 2), {"owns_devices": True}, None),
+    ],
+    ids=["dealt out", "one each", "one process", "bound by the launcher", "bound, says slurm"],
+)
+def test_gpus_are_dealt_out_to_the_processes_of_a_host(visible, local, extra, devices):
+    group = Group(source="a test", count=8, local_index=local[0], local_count=local[1], **extra)
+    assert local_devices(group, {"CUDA_VISIBLE_DEVICES": visible}) == devices
+    assert local_devices(group, {"CUDA_VISIBLE_DEVICES": visible, "JAX_LOCAL_DEVICE_IDS": "0"}) is None
+
+
+def test_gpus_that_cannot_be_dealt_out_are_refused():
+    with pytest.raises(ValueError, match="8 GPUs cannot be dealt out equally to the 3 processes .* such as 1 or 8"):
+        local_devices(Group(source="a test", count=3, local_count=3), {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"})
+
+
+# ------------------------------------------------------------ many against one
+
+
+def launch(count: int, *words: str, timeout: float = 240) -> subprocess.CompletedProcess:
+    """Start processes on simulated devices, as a user does."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "jfsdp.launch", "--nproc", str(count), *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The scenarios in this process, on 8 devices."""
+    return json.loads(json.dumps(process_scenarios.everything()))
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2x4", "4x2"])
+def together(request, tmp_path_factory):
+    """The scenarios in 2 processes of 4 devices or 4 of 2: what each of them saw, and what they printed."""
+    folder = tmp_path_factory.mktemp("processes")
+    done = launch(request.param, "-m", "tests.process_scenarios", str(folder))
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{i}.json").read_text()) for i in range(request.param)], done
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_many_processes_train_as_one_does(alone, together, strategy):
+    """Within 1e-6 and not bitwise: gloo adds in another order than the collectives inside a process do."""
+    want = alone[strategy]
+    for got in (seen[strategy] for seen in together[0]):
+        assert got["placed"], "plan.place changed values"
+        np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-6)
+        np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-6)
+        for ours, theirs in zip(got["params"], want["params"], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)  # Adam divides by small numbers
+    assert want["losses"][2] < want["losses"][0]
+
+
+def test_every_process_sees_the_same(together):
+    first, *others = together[0]
+    assert all(seen == first for seen in others)
+
+
+def test_shard_groups_lie_inside_a_process(together):
+    """C-40 with two processes: nothing but small statistics and the shard's all-reduce leaves one."""
+    seen, count = together[0][0]["HYBRID_SHARD"], len(together[0])
+    assert seen["hosts"] == [[4 * row // (8 // count) + i // (8 // count) for i in range(4)] for row in range(2)]
+    groups = {kind: {str(g) for k, g in seen["groups"] if k == kind} for kind, _ in seen["groups"]}
+    shards = str([[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert groups["all-gather"] == groups["reduce-scatter"] == {shards}
+    assert str([[0, 4], [1, 5], [2, 6], [3, 7]]) in groups["all-reduce"]
+
+
+def test_each_process_reads_its_own_part(alone, together):
+    """C-63: 8 different ids a batch, each once an epoch, in the order of the one-process run."""
+    for ids in (seen["ids"] for seen in together[0]):
+        assert ids == alone["ids"]
+    assert sorted(sum(alone["ids"], [])) == list(range(32))
+
+
+def test_metrics_describe_the_batch_of_all_processes(alone, together):
+    """C-70: loss and tokens over all devices, the same in every process."""
+    for seen in (alone, *together[0]):
+        assert seen["metrics"] == [[4.5, 8], [3.0, 4]]
+
+
+def test_an_evaluation_counts_every_example_once(together):
+    """C-71: 66 examples are 9 batches, the last of which leaves the second process none; 3 leave it none at all."""
+    for seen in together[0]:
+        assert seen["evaluations"] == [[66 * 65 / 2, 66, 9], [3, 3, 1]]
+
+
+def test_a_schedule_counts_optimizer_steps(alone, together):
+    """C-30 in several processes."""
+    for seen in (alone, *together[0]):
+        assert seen["rates"] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_one_vote_decides_for_all(together):
+    seen, done = together
+    indices = list(range(len(seen)))
+    for one in seen:
+        assert one["votes"] == [False, True, {"index": indices, "seconds": [0.5] * len(seen)}]
+
+
+def test_a_warning_has_the_index_of_its_process(together):
+    """C-69, warnings."""
+    seen, done = together
+    (line,) = [line for line in done.stderr.splitlines() if "UserWarning: a warning from the second" in line]
+    assert line.startswith(f"[1] process 1 of {len(seen)}: WARNING: ")
+
+
+# ------------------------------------------------------------ how a run of many ends
+
+
+@pytest.fixture
+def options(tmp_path) -> list[str]:
+    """A run that takes seconds, and would take 9 steps."""
+    config = dict(model_type="llama", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config |= dict(num_key_value_heads=1, intermediate_size=32, rms_norm_eps=1e-5)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
+    words = f"--model {tmp_path}/config.json --data {tmp_path}/text.txt --seq-len 32 --held-out 0 --steps 9 --mesh 1x8"
+    return words.split()
+
+
+def test_one_line_per_event(options, tmp_path):
+    """C-69: 5 steps by two processes, one metric file, then an error of process 1, with its index."""
+    done = launch(2, "-m", "tests.process_faults", "1", "5", "raise", *options, "--metrics", str(tmp_path / "m.jsonl"))
+    shown = re.findall(r"^(?:\[1\] )?step (\d)/9", done.stdout, re.MULTILINE)
+    written = [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert shown == list("12345") and written == [1, 2, 3, 4, 5]
+    assert [path.name for path in tmp_path.glob("*.jsonl*")] == ["m.jsonl"]
+    (error,) = [line for line in done.stderr.splitlines() if "the disk is gone" in line]
+    assert error.startswith("[1] train.py: process 1 of 2: error: the data cannot be read any further: the disk")
+    assert "jfsdp.launch: process 1 failed with exit code 1" in done.stderr and done.returncode == 1
+    assert re.search(r"processes +2 \(torchrun's variables\), coordinator 127.0.0.1:\d+, 4 devices each", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("process", "how", "named", "code"),
+    [(1, "kill", "process 1 was ended by SIGKILL", 137), (0, "raise", "process 0 failed with exit code 1", 1)],
+    ids=["killed", "data loader of the first"],
+)
+def test_one_process_that_ends_ends_all(options, tmp_path, process, how, named, code):
+    """C-68: gone within 60 s, non-zero, the log names who failed first."""
+    done = launch(2, "-m", "tests.process_faults", str(process), "3", how, *options)
+    assert time.time() - float(Path(options[3]).with_name("fault").read_text()) < 60
+    first = next(line for line in done.stderr.splitlines() if line.startswith("jfsdp.launch"))
+    assert named in first and f"ending process {1 - process}" in first
+    assert done.returncode == code
+
+
+@pytest.mark.slow
+def test_without_a_launcher_the_others_end_when_the_heartbeat_stops(options, tmp_path):
+    """C-68 where the scheduler does nothing: the process that is left ends itself, and JAX names who is gone."""
+    who = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29871")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | who
+    command = [sys.executable, "-m", "tests.process_faults", "1", "3", "kill", *options]
+    both = [
+        subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(i)}, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    said = [one.communicate(timeout=240)[1] for one in both]
+    assert time.time() - float(Path(options[3]).with_name("fault").read_text()) < 60
+    assert both[1].returncode == -9 and both[0].returncode != 0
+    assert "process 0 of 2: error: a collective failed, so another process has ended" in said[0]
+    assert re.search(r"stopped sending heartbeats\):\s+1\b|Task 1 heartbeat timeout", said[0])
