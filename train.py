@@ -22,7 +22,7 @@ from jfsdp.layout import Plan
 from jfsdp.metrics import Screen, Throughput, memory, record
 from jfsdp.step import TrainState, eval_step, train_step
 from jfsdp.watchdog import Watchdog
-from jfsdp.wrap import fully_shard, plan_module
+from jfsdp.wrap import init_sharded, plan_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def run(argv: Sequence[str] | None) -> int:
 def train(job: cli.Job, console: Console) -> int:
     """Create the model, take the steps, tell how it went."""
     config, steps = job.config, job.config.training.steps
-    params, plan = fully_shard(job.make_model, **job.sharding)
+    params, plan = init_sharded(job.make_model, **job.sharding)
     console.print(tables.sharding_table(job, plan))
 
     tx, schedule = optimizer(config.training, plan)

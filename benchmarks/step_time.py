@@ -30,7 +30,7 @@ from benchmarks import annotations
 from jfsdp.mesh import make_mesh, parse_mesh, simulate_devices
 from jfsdp.precision import MixedPrecision
 from jfsdp.step import TrainState, train_step
-from jfsdp.wrap import fully_shard
+from jfsdp.wrap import init_sharded
 from models import llama
 
 SHAPE = annotations.Config(
@@ -44,7 +44,7 @@ def ours(mesh, shape: annotations.Config) -> Callable[[], Any]:
         vocab_size=shape.vocabulary, width=shape.width, num_layers=shape.layers, num_heads=shape.heads,
         num_kv_heads=shape.kv_heads, inner_width=shape.inner_width, attention="chunked", tied=False,
     )  # fmt: skip
-    params, plan = fully_shard(
+    params, plan = init_sharded(
         lambda: llama.build(config, rngs=nnx.Rngs(0)), mesh=mesh, mp_policy=MixedPrecision(param_dtype=jnp.bfloat16)
     )
     tx = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)

@@ -150,11 +150,11 @@ def our_step(setting: Setting) -> Callable[[], float]:
 
     from jfsdp.precision import MixedPrecision
     from jfsdp.step import TrainState, train_step
-    from jfsdp.wrap import fully_shard
+    from jfsdp.wrap import init_sharded
     from models import llama
 
     config = llama.Config(**setting.shape)
-    params, plan = fully_shard(
+    params, plan = init_sharded(
         lambda: llama.build(config, rngs=nnx.Rngs(0), remat=setting.remat),
         mesh=make_mesh(f"1x{SHARDS}"),
         mp_policy=MixedPrecision(param_dtype={"bf16": jnp.bfloat16, "fp32": None}[setting.precision]),
@@ -189,7 +189,7 @@ def torch_step(setting: Setting, rank: int, store: str) -> Callable[[], float]:
     mesh = init_device_mesh("cpu", (SHARDS,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = policy if setting.precision == "bf16" else MixedPrecisionPolicy()
-    model = _torch_llama(setting)
+    model = torch_llama(setting)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -212,7 +212,7 @@ def torch_step(setting: Setting, rank: int, store: str) -> Callable[[], float]:
     return once
 
 
-def _torch_llama(setting: Setting):
+def torch_llama(setting: Setting):
     """models/llama.py in PyTorch: fused kernels where PyTorch has them, norms in fp32 inside `rms_norm`."""
     import torch
     import torch.nn.functional as F

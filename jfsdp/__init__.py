@@ -2,6 +2,7 @@
 
 from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
 from jfsdp.mesh import make_mesh, simulate_devices
+from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.stack import Stack, run_stack
@@ -9,14 +10,16 @@ from jfsdp.step import Auxiliary, TrainState, TrainStep, eval_step, train_step
 from jfsdp.strategy import ShardingStrategy
 from jfsdp.unit import call, unshard
 from jfsdp.vocab import Embed, Head
-from jfsdp.wrap import fully_shard, plan_module
+from jfsdp.wrap import fully_shard, init_sharded, plan_module, plan_of, register_fsdp_forward_method
 
 __all__ = [
     "Auxiliary",
+    "CustomPolicy",
     "Embed",
     "Head",
     "LossScale",
     "MixedPrecision",
+    "ModuleWrapPolicy",
     "ParamLayout",
     "Plan",
     "Schedule",
@@ -28,11 +31,15 @@ __all__ = [
     "call",
     "eval_step",
     "fully_shard",
+    "init_sharded",
     "make_mesh",
     "make_plan",
     "plan_module",
+    "plan_of",
+    "register_fsdp_forward_method",
     "run_stack",
     "simulate_devices",
+    "size_based_auto_wrap_policy",
     "train_step",
     "unshard",
 ]

@@ -39,9 +39,9 @@ class UnitOptions:
 
     stacked: bool = False
     """Leaves are `[L, ...]`: L equal blocks, each gathered on its own."""
-    cut_dim: int | None = None
-    """Cut this dim (of one layer; negative counts from the end) whatever the others; None follows Note [Which dim is
-    cut]."""
+    cut_dim: int | Callable[[str, tuple[int, ...]], int | None] | None = None
+    """Cut this dim (of one layer; negative counts from the end) whatever the others, or the one that a function of path
+    and shape names; None follows Note [Which dim is cut]."""
     never_whole: bool = False
     """The unit's gradients never exist whole (vocabulary tables), so no_sync accumulates shards of them."""
     strategy: str | ShardingStrategy | None = None
@@ -146,6 +146,13 @@ class Door:
     `wrap.py` has the one that makes a Flax module of them.
     """
 
+    def initial_buffers(self):
+        """Buffers before the first step, and `buffer_shapes` of them."""
+        return {}
+
+    def buffer_shapes(self):
+        return {}
+
     def enter(self, params, buffers):
         """What the loss is called with, inside the step."""
         return (params, buffers) if jax.tree.leaves(buffers) else params
@@ -172,6 +179,8 @@ class Plan:
     layouts: Any
     """A pytree like the parameters with a `ParamLayout` at each leaf."""
     units: Mapping[str, UnitOptions] = field(default_factory=dict)
+    precision: MixedPrecision = MixedPrecision()
+    """Dtypes of units that say nothing of their own."""
     door: Door = Door()
     """How a loss sees parameters and buffers (as a module, for the NNX door)."""
 
@@ -191,6 +200,15 @@ class Plan:
     def with_trainable(self, params, new):
         """`params` with the trainable ones taken from `new`, whose frozen leaves are None."""
         return self.map(lambda leaf, w, n: n if leaf.trainable else w, params, new)
+
+    def unit_of(self, path: str) -> str:
+        """The prefix of the unit that a parameter or buffer at `path` belongs to; "" is the root."""
+        return _unit_of(path, self.units)
+
+    def precision_of(self, path: str) -> MixedPrecision:
+        """Dtypes of the unit that a parameter or buffer at `path` belongs to."""
+        options = self.units.get(self.unit_of(path))
+        return (options and options.precision) or self.precision
 
     @property
     def num_params(self) -> int:
@@ -287,12 +305,12 @@ def make_plan(
             )
     layouts = []
     for path, (_, leaf) in zip(paths, flat):
-        unit = max((p for p in units if _under(path, p)), key=len, default="")
+        unit = _unit_of(path, units)
         options = units.get(unit, UnitOptions())
         own = _placement(options, strategy, mesh)
         layouts.append(_layout(path, unit, leaf, options, own, options.precision or precision, trainable(path)))
     _check_layers(layouts)
-    return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, door)
+    return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, precision, door)
 
 
 def _placement(options: UnitOptions, strategy, mesh: Mesh) -> Placement:
@@ -331,6 +349,11 @@ def _check_layers(layouts: list[ParamLayout]) -> None:
             )
 
 
+def _unit_of(path: str, units: Mapping[str, UnitOptions]) -> str:
+    """The longest prefix wins."""
+    return max((p for p in units if _under(path, p)), key=len, default="")
+
+
 def _under(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + ".")
 
@@ -356,7 +379,8 @@ def _layout(
                 f"{path}: unit {unit!r} is stacked, so every leaf needs a leading layer dim; this one has shape ()."
             )
         layers, shape = shape[0], shape[1:]
-    dim, padded, reason = _choose_dim(path, shape, placement, options.cut_dim)
+    wanted = options.cut_dim(path, shape) if callable(options.cut_dim) else options.cut_dim
+    dim, padded, reason = _choose_dim(path, shape, placement, wanted)
     if options.uses:
         reason = reason.replace("asked for", "a vocabulary's width")
     reason = reason if trainable else f"{reason}; frozen"

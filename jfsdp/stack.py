@@ -205,8 +205,10 @@ class _Stack:
 def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule: Schedule):
     _check_leaves(leaves)
     layouts, axes = [p.layout for p in leaves], leaves[0].layout.placement.data_axes
+    precision = leaves[0].layout.precision
+    x = precision.cast_inputs(x)
     (x, x_tree), (inputs, inputs_tree), (shared, shared_tree) = (jax.tree.flatten(t) for t in (x, inputs, shared))
-    x, inputs, shared = ([collectives.vary(a, axes) for a in flat] for flat in (x, inputs, shared))
+    x, inputs, shared = ([_vary(a, axes) for a in flat] for flat in (x, inputs, shared))
     out_tree: list = []
 
     def flat_block(weights, x, given, shared):
@@ -217,10 +219,10 @@ def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule
         _check_carry(x, x_tree, new_x)
         out, structure = jax.tree.flatten(out)
         out_tree.append(structure)
-        return [collectives.vary(a, axes) for a in (*jax.tree.leaves(new_x), *out)]
+        return [_vary(a, axes) for a in (*jax.tree.leaves(new_x), *out)]
 
     hoisted, consts = hoist(flat_block, stand_ins(layouts), x, [at(a, 0) for a in inputs], shared)
-    n, shared = len(shared), [*shared, *(collectives.vary(c, axes) for c in consts)]
+    n, shared = len(shared), [*shared, *(_vary(c, axes) for c in consts)]
     stack = _Stack(lambda w, x, s, given: hoisted(s[n:], w, x, given, s[:n]), leaves, schedule)
 
     def primal(slots, shards, held, x, inputs, shared):
@@ -256,7 +258,7 @@ def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule
     x, out = run(
         [p.slot for p in leaves], [p.shard for p in leaves], [p.take_held() for p in leaves], x, inputs, shared
     )
-    return jax.tree.unflatten(x_tree, x), jax.tree.unflatten(out_tree[-1], out)
+    return jax.tree.unflatten(x_tree, precision.cast_outputs(x)), jax.tree.unflatten(out_tree[-1], out)
 
 
 class Stack(nnx.Module):
@@ -281,12 +283,15 @@ class Stack(nnx.Module):
         self.each = nnx.merge(graph, lax.map(lambda key: nnx.state(make_block(nnx.Rngs(key))), keys))
 
     def __call__(self, x, *shared):
-        graph, params = nnx.split(self.each)
+        graph, params, rest = nnx.split(self.each, nnx.Param, ...)
 
-        def block(weights, x, _, *shared):
-            return nnx.merge(graph, weights)(x, *shared), None
+        def block(weights, x, rest, *shared):
+            module = nnx.merge(graph, weights, rest)
+            return module(x, *shared), nnx.state(module, nnx.Not(nnx.Param))
 
-        return run_stack(block, params, x, *shared, remat=self.remat, schedule=self.schedule)[0]
+        x, rest = run_stack(block, params, x, *shared, inputs=rest, remat=self.remat, schedule=self.schedule)
+        nnx.update(self.each, rest)
+        return x
 
     def scan(self, method: str, x, inputs, *shared):
         """`x, out = block.method(x, input, *shared)` in order, each block with its slice of `inputs` `[L, ...]`; gives
@@ -324,6 +329,11 @@ def _check_carry(x: Arrays, x_tree, new_x) -> None:
             f"a block of a stack must return x as it came: it got {before} and returned {after}. "
             "Cast or project inside the block."
         )
+
+
+def _vary(a: Array, axes: tuple[str, ...]) -> Array:
+    """Floating values vary, as their cotangents will; integers (positions, counters, keys) stay as they are."""
+    return collectives.vary(a, axes) if is_floating(a) else a
 
 
 def _values(tree):

@@ -32,11 +32,13 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
 from jfsdp import collectives, randomness
+from jfsdp import ema as averages
 from jfsdp.gpu import compiler_options
 from jfsdp.layout import Door, Plan, path_name
 from jfsdp.optim import Optimizer, global_norm, gradient_sums
-from jfsdp.precision import LossScale, ScaleState, wide
+from jfsdp.precision import LossScale, ScaleState, cast_floating, wide
 from jfsdp.unit import Regime, empty_slot, enter, track
+from jfsdp.wrap import take
 
 
 class Auxiliary(NamedTuple):
@@ -49,7 +51,7 @@ class Auxiliary(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "skipped", "params", "opt_state", "key", "buffers", "scale"),
+    data_fields=("step", "skipped", "params", "opt_state", "key", "buffers", "scale", "ema"),
     meta_fields=("plan",),
 )
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class TrainState:
     device; `{}` when there is nothing."""
     scale: ScaleState | None
     """The loss scale; None where nothing is computed or reduced in float16."""
+    ema: Any
+    """The average of the trained parameters, float32, placed as they are; None without one. See `ema.py`."""
     plan: Plan
 
     @classmethod
@@ -76,29 +80,37 @@ class TrainState:
         cls,
         params,
         tx: optax.GradientTransformation,
-        plan: Plan,
+        plan: Plan | None = None,
         *,
         seed: int = 0,
         buffers: Any = None,
         loss_scale: LossScale | None = None,
+        ema: bool = False,
     ) -> TrainState:
-        """A state at step 0 from stored parameters (`plan.place` or `plan.create` make them).
+        """A state at step 0 from a module that `fully_shard` was called on, or from stored parameters and their plan
+        (`plan.place` or `plan.create` make them). It takes the arrays: a module is no use afterwards, see `module`.
 
         The optimizer's state is created sharded, for the trained parameters alone.
 
-        buffers: a pytree of arrays that the model reads and may write; None for none.
+        buffers: a pytree of arrays that the model reads and may write; None for what the plan knows of.
         loss_scale: None is `LossScale()` where a parameter is computed or reduced in float16, else no scale.
+        ema: keep an average of the weights, which starts as the weights and moves as `train_step(ema=...)` says.
         Raises: ValueError when a parameter is not placed as the plan says, two leaves share a buffer, or a trained
             parameter is stored in float16.
         """
+        if plan is None:
+            params, taken, plan = take(params)
+            buffers = taken if buffers is None else buffers
         _check_placed(params, plan)
         everywhere, rule = plan.sharding(PartitionSpec()), _loss_scale(plan, loss_scale)
         step, skipped, key, scale = jax.jit(
             lambda: (jnp.int32(0), jnp.int32(0), jax.random.key(seed), rule and ScaleState.start(rule)),
             out_shardings=everywhere,
         )()
-        buffers = jax.tree.map(lambda b: jax.device_put(jnp.copy(b), everywhere), {} if buffers is None else buffers)
-        state = cls(step, skipped, params, Optimizer(tx, plan).init(params), key, buffers, scale, plan)
+        buffers = plan.door.initial_buffers() if buffers is None else buffers
+        buffers = jax.tree.map(lambda b: jax.device_put(jnp.copy(b), everywhere), buffers)
+        average = averages.start(params, plan) if ema else None
+        state = cls(step, skipped, params, Optimizer(tx, plan).init(params), key, buffers, scale, average, plan)
         check_separate_buffers(state)
         return state
 
@@ -110,6 +122,7 @@ class TrainState:
         *,
         buffers: Any = None,
         loss_scale: LossScale | None = None,
+        ema: bool = False,
     ) -> TrainState:
         """The shapes and shardings of a state, nothing allocated: for compiling a step that is not run."""
 
@@ -120,29 +133,46 @@ class TrainState:
         params = plan.map(lambda leaf: struct(leaf.rest_shape, leaf.dtype, plan.sharding(leaf.rest_spec)))
         scalar = struct((), jnp.int32, everywhere)
         key = struct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, everywhere)
-        buffers = jax.tree.map(lambda b: struct(b.shape, b.dtype, everywhere), {} if buffers is None else buffers)
+        buffers = plan.door.buffer_shapes() if buffers is None else buffers
+        buffers = jax.tree.map(lambda b: struct(b.shape, b.dtype, everywhere), buffers)
         scale = rule and jax.tree.map(
             lambda a: struct(a.shape, a.dtype, everywhere), jax.eval_shape(partial(ScaleState.start, rule))
         )
-        return cls(scalar, scalar, params, Optimizer(tx, plan).abstract_state(), key, buffers, scale, plan)
+        average = averages.abstract(plan) if ema else None
+        return cls(scalar, scalar, params, Optimizer(tx, plan).abstract_state(), key, buffers, scale, average, plan)
 
     def logical_params(self):
         """The parameters in their logical shapes, sharded."""
         return self.plan.unpad(self.params)
 
-    def model(self):
-        """A callable view of the current parameters, for use outside the step; valid until the state is donated."""
-        return self.plan.door.outside(self.logical_params(), self.buffers)
+    def averaged_params(self):
+        """The average of the weights, stored as parameters are: for `eval_step`, an export, or
+        `replace(state, params=...)`. Frozen parameters are the state's own, so it is valid until the state is donated.
+
+        Raises: ValueError when the state keeps no average.
+        """
+        if self.ema is None:
+            raise ValueError("the state keeps no average of its weights. Use TrainState.create(..., ema=True).")
+        return averages.averaged(self.ema, self.params, self.plan)
+
+    def module(self, *, averaged: bool = False):
+        """A callable view of the current parameters, or of their average, for use outside the step; valid until the
+        state is donated."""
+        params = self.averaged_params() if averaged else self.params
+        return self.plan.door.outside(self.plan.unpad(params), self.buffers)
 
 
 class TrainStep:
     """A compiled train step; make it with `train_step`."""
 
-    def __init__(self, loss, tx, plan: Plan, *, accumulate, no_sync, clip_norm, norm_type, nonfinite, donate, options):
+    def __init__(
+        self, loss, tx, plan: Plan, *, accumulate, no_sync, clip_norm, norm_type, nonfinite, ema, donate, options
+    ):
         self.loss, self.plan, self.optimizer = loss, plan, Optimizer(tx, plan)
         self.trained = jax.tree.leaves(plan.trainable)
         self.accumulate, self.no_sync = accumulate, no_sync
         self.clip_norm, self.norm_type, self.nonfinite = clip_norm, norm_type, nonfinite
+        self.ema = ema
         self._donate, self._options = donate, options
         self._made = lambda: None  # weak reference to the last state that this step returned
 
@@ -205,6 +235,12 @@ class TrainStep:
                 "the state was made with another plan than the step, even if both say the same. "
                 "Make one plan and pass it to TrainState.create and to train_step."
             )
+        if (state.ema is None) != (self.ema is None):
+            has, wants = ("no average", "ema") if state.ema is None else ("an average", "no ema")
+            raise ValueError(
+                f"the state keeps {has} of its weights and the step has {wants}. Give both, "
+                "TrainState.create(..., ema=True) and train_step(..., ema=0.999), or neither."
+            )
 
     # ---------------------------------------------------------------- one step
 
@@ -219,7 +255,8 @@ class TrainStep:
         old = self.optimizer.stored_shards(plan.only_trainable(state.params))
         params, opt_state = self.optimizer.update(grads, state.opt_state, old)
         step, skipped, scale = state.step + 1, state.skipped, state.scale
-        if self.nonfinite != "ignore" or scale is not None:
+        skips = self.nonfinite != "ignore" or scale is not None
+        if skips:
             new, kept = (params, opt_state, buffers), (old, state.opt_state, state.buffers)
             params, opt_state, buffers = jax.tree.map(partial(jnp.where, finite), new, kept)
             skipped = skipped + 1 - finite.astype(jnp.int32)
@@ -228,7 +265,11 @@ class TrainStep:
             metrics["loss_scale"], scale = scale.scale, scale.after(finite)
             metrics["bad"] &= scale.scale == metrics["loss_scale"]  # no matter of scale
         params = plan.with_trainable(state.params, self._gather_whole(params))
-        new = dict(params=params, opt_state=opt_state, buffers=buffers, scale=scale)
+        ema = state.ema
+        if ema is not None:
+            moved = averages.advance(ema, params, plan, self.ema, state.step - state.skipped)
+            ema = jax.tree.map(partial(jnp.where, finite), moved, ema) if skips else moved
+        new = dict(params=params, opt_state=opt_state, buffers=buffers, scale=scale, ema=ema)
         return replace(state, step=step, skipped=skipped, **new), metrics
 
     def _gradients(self, state: TrainState, batch):
@@ -251,7 +292,7 @@ class TrainStep:
         plan, axes, n = self.plan, self.plan.placement.data_axes, self.accumulate
         micro = jax.tree.map(lambda a: a.reshape(n, a.shape[0] // n, *a.shape[1:]), batch)
         keys = jax.random.split(_own_key(key, axes), n)
-        terms = partial(loss_terms, self.loss, plan.door)
+        terms = partial(loss_terms, self.loss, plan, plan.door)
         totals = total_weights(terms, plan, params, buffers, micro, keys, axes)
         weights = {
             name: jnp.where(w == 0, 1, w) for name, w in totals.items()
@@ -337,7 +378,9 @@ class TrainStep:
     def _state_shardings(self):
         everywhere = self.plan.sharding(PartitionSpec())
         params, opt_state = self.plan.rest_shardings, self.optimizer.state_shardings
-        return TrainState(everywhere, everywhere, params, opt_state, everywhere, everywhere, everywhere, self.plan)
+        ema = None if self.ema is None else self.plan.only_trainable(params)
+        scalar = buffers = everywhere
+        return TrainState(scalar, scalar, params, opt_state, scalar, buffers, scalar, ema, self.plan)
 
     def _explain(self, state: TrainState, metrics) -> str:
         bad = [leaf.path for leaf, is_bad in zip(self.trained, metrics["bad"]) if is_bad]
@@ -359,6 +402,7 @@ def train_step(
     clip_norm: float | None = None,
     norm_type: float = 2.0,
     nonfinite: str = "raise",
+    ema: averages.Decay | None = None,
     donate: bool = True,
     options: dict | None = None,
 ) -> TrainStep:
@@ -374,6 +418,8 @@ def train_step(
     nonfinite: "raise" stops at a gradient that is not finite and names the parameter, "skip" goes on with the state as
         it was, "ignore" does not look. A step is never half applied. With a loss scale an overflow is skipped all the
         same, and "raise" stops when the scale can be lowered no further.
+    ema: what the average of the weights keeps in each applied update, such as 0.999, or a function of the updates
+        before; for a state made with `ema=True`.
     options: XLA options of this compile, beside the ones that `gpu.compiler_options` chooses for the platform.
     Raises: ValueError for a setting out of range.
     """
@@ -385,6 +431,8 @@ def train_step(
         raise ValueError(f"clip_norm is {clip_norm}; use a positive norm, or None not to clip.")
     if not norm_type >= 1:
         raise ValueError(f"norm_type is {norm_type}; use 1 or more, or math.inf.")
+    if ema is not None and not callable(ema) and not 0 <= ema < 1:
+        raise ValueError(f"ema is {ema}; it is what the average keeps, so use a number from 0 to below 1, as 0.999.")
     platform = plan.mesh.devices.flat[0].platform
     return TrainStep(
         loss,
@@ -395,6 +443,7 @@ def train_step(
         clip_norm=clip_norm,
         norm_type=norm_type,
         nonfinite=nonfinite,
+        ema=ema,
         donate=donate,
         options={**compiler_options(platform), **(options or {})},
     )
@@ -412,7 +461,7 @@ def eval_step(loss: Callable, plan: Plan) -> Callable:
         entered = _enter(plan, params, None, None, Regime())
         rows, key = jax.tree.leaves(batch)[0].shape[0], jax.random.key(0)
         with randomness.examples(key, jax.lax.axis_index(axes) * rows, rows):
-            term = loss_terms(loss, door, entered, buffers, batch, _own_key(key, axes))[0]["loss"]
+            term = loss_terms(loss, plan, door, entered, buffers, batch, _own_key(key, axes))[0]["loss"]
         return collectives.total(term.sum, axes), collectives.total(term.weight, axes)
 
     sharded = jax.shard_map(
@@ -428,9 +477,10 @@ def eval_step(loss: Callable, plan: Plan) -> Callable:
     return lambda params, batch, buffers=None: compiled(params, batch, {} if buffers is None else buffers)
 
 
-def loss_terms(loss: Callable, door: Door, params, buffers, batch, key) -> tuple[dict[str, Auxiliary], Any]:
+def loss_terms(loss: Callable, plan: Plan, door: Door, params, buffers, batch, key) -> tuple[dict[str, Auxiliary], Any]:
     """Call a loss on tracked parameters; gives {"loss": ..., and auxiliary ones by name}, and the new buffers."""
-    entered = door.enter(track(params), buffers)
+    seen = _cast_buffers(buffers, plan)
+    entered = door.enter(track(params), seen)
     out = loss(entered, batch, key)
     if not isinstance(out, tuple):
         rows = jax.tree.leaves(batch)[0].shape[0]
@@ -446,7 +496,8 @@ def loss_terms(loss: Callable, door: Door, params, buffers, batch, key) -> tuple
         raise ValueError(
             f"an auxiliary loss is named {sorted(clash)}, which the step logs itself. Choose another name."
         )
-    return {"loss": Auxiliary(total, weight), **others}, door.leave(entered, buffers, returned)
+    new = jax.tree.map(_store_buffer, buffers, seen, door.leave(entered, seen, returned))
+    return {"loss": Auxiliary(total, weight), **others}, new
 
 
 def total_weights(terms: Callable, plan: Plan, params, buffers, micro, keys, axes) -> dict[str, Array]:
@@ -477,6 +528,20 @@ def total_weights(terms: Callable, plan: Plan, params, buffers, micro, keys, axe
 
     sums = [w.sum() for w in jax.lax.map(count, micro)]
     return jax.tree.unflatten(jax.tree.structure(shape), [collectives.total(s, axes) for s in sums])
+
+
+def _cast_buffers(buffers, plan: Plan):
+    """Floating buffers in the `buffer_dtype` of their unit."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, b: cast_floating(b, plan.precision_of(path_name(path)).buffer_dtype), buffers
+    )
+
+
+def _store_buffer(stored: Array, seen: Array, new: Array) -> Array:
+    """A buffer in its stored dtype again: elements that are as they were seen are as they were stored, bitwise."""
+    if new is seen or seen.dtype == stored.dtype:
+        return stored if new is seen else new
+    return jnp.where(new == seen, stored, new.astype(stored.dtype)) if new.dtype == seen.dtype else new
 
 
 def _settle(old, new, axes: tuple[str, ...]):

@@ -56,6 +56,22 @@ class Regime:
         return self.no_sync and not leaf.never_whole
 
 
+class Unavailable:
+    """Something that stands where an array is expected and explains, whatever is done with it, why it is none."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.explain()
+
+    def _refuse(self, *_, **__):
+        self.explain()
+
+    __jax_array__ = __array__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __neg__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
+
+
 class Once:
     """Whether, in one tracing of a loss, a use has taken what is held. Compared by identity."""
 
@@ -68,7 +84,7 @@ class Once:
     meta_fields=("layout", "regime", "once"),
 )
 @dataclass(frozen=True)
-class Sharded:
+class Sharded(Unavailable):
     """A parameter inside the step, as this device holds it. See Note [Where gradients come out]."""
 
     shard: Array
@@ -80,6 +96,13 @@ class Sharded:
     layout: ParamLayout
     regime: Regime
     once: Once
+
+    def explain(self):
+        raise RuntimeError(
+            f"{self.layout.path} is sharded here and was used as an array. Its unit gathers while its call runs, or a "
+            "method that was registered with register_fsdp_forward_method(module, name); in a loss over plain pytrees "
+            "use unshard(params) or call(fn, params, ...)."
+        )
 
     def take_held(self) -> Array | None:
         """What is held, for the one use that adds it to its own gradient.
@@ -142,10 +165,19 @@ def unshard(params):
 def call(fn: Callable, params, *args):
     """`fn(whole_params, *args)` as one unit: gathered, computed, freed, and gathered again for backward.
 
-    Under a strategy that keeps weights from forward to backward nothing is gathered again. Plain arrays are
-    passed on as they are.
+    Under a strategy that keeps weights from forward to backward nothing is gathered again. Inputs and outputs are cast
+    as the unit's `MixedPrecision` says. Plain arrays are passed on as they are.
     Raises: TypeError when only a part of `params` is sharded.
     """
+    sharded = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_sharded) if is_sharded(leaf)]
+    if not sharded:
+        return fn(params, *args)
+    precision = sharded[0].layout.precision
+    return precision.cast_outputs(call_uncast(fn, params, *precision.cast_inputs(args)))
+
+
+def call_uncast(fn: Callable, params, *args):
+    """`call` for a function that takes care of dtypes itself."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_sharded)
     sharded = [leaf for leaf in leaves if is_sharded(leaf)]
     if not any(p.layout.placement.reshard_after_forward for p in sharded):
@@ -172,10 +204,10 @@ def _call_and_free(fn: Callable, sharded: list[Sharded], tree, args):
     layouts = [p.layout for p in sharded]
     axes = layouts[0].placement.data_axes
     x, x_tree = jax.tree.flatten(args)
-    x = [collectives.vary(a, axes) for a in x]
+    x = [collectives.vary(a, axes) if is_floating(a) else a for a in x]
     fn = partial(_flat_call, fn, tree, x_tree, out_tree := [])
     fn, consts = hoist(fn, stand_ins(layouts), x)
-    consts = [collectives.vary(c, axes) for c in consts]
+    consts = [collectives.vary(c, axes) if is_floating(c) else c for c in consts]
     trained = [p.sink is not None for p in sharded]
     split: list[Split] = []
 

@@ -13,7 +13,7 @@ from jfsdp.step import TrainState, train_step
 from jfsdp.unit import enter
 from jfsdp.vocab import SLICE_ROWS, Embed, Head, cross_entropy, embed, exchanges
 from jfsdp.vocab import _Streamed as Streamed
-from jfsdp.wrap import fully_shard
+from jfsdp.wrap import init_sharded
 from tests.support import assert_close, compile_step, shape, submesh, train_alone, train_sharded
 
 VOCAB, WIDTH = 37, 12
@@ -160,11 +160,11 @@ class TestModules:
         make = lambda: Tied(11, 8, tied=False, init=nnx.initializers.zeros, **options)  # noqa: E731
         tokens = np.arange(32, dtype=np.int32).reshape(16, 2) % 11
         batch = {"tokens": tokens, "targets": (tokens + 1) % 11, "weights": np.ones((16, 2), np.float32)}
-        params, plan = fully_shard(make, mesh=submesh("1x8"))
+        params, plan = init_sharded(make, mesh=submesh("1x8"))
         first = jax.tree.map(np.array, plan.unpad(params))
         tx = optax.sgd(0.5)
         state, step, losses = TrainState.create(params, tx, plan), train_step(module_loss, tx, plan), []
-        assert state.model()(tokens).shape == (16, 2, 11)
+        assert state.module()(tokens).shape == (16, 2, 11)
         for _ in range(3):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
@@ -183,7 +183,7 @@ class TestModules:
     def test_a_tied_table_is_stored_and_counted_once(self):
         """C-05: vocabulary 10, width 4, AdamW, 3 steps on 1x8."""
         make = lambda: Tied(10, 4)  # noqa: E731
-        params, plan = fully_shard(make, mesh=submesh("1x8"))
+        params, plan = init_sharded(make, mesh=submesh("1x8"))
         assert plan.num_params == 40 and [leaf.path for leaf in plan.leaves] == ["embed.table"]
         first = jax.tree.map(np.array, plan.unpad(params))
         tokens = np.arange(16, dtype=np.int32).reshape(8, 2) % 10

@@ -12,7 +12,7 @@ from jfsdp.stack import Stack
 from jfsdp.step import TrainState, eval_step, train_step
 from jfsdp.unit import is_sharded
 from jfsdp.vocab import Embed, Head
-from jfsdp.wrap import find_units, fully_shard, plan_module
+from jfsdp.wrap import init_sharded, plan_module
 from tests.support import bitwise_equal, submesh
 
 VOCAB, WIDTH = 13, 16
@@ -73,7 +73,8 @@ class TestUnits:
         assert "head.table" not in tied.units and "embed.table" in tied.units
 
     def test_a_bare_stack_is_a_unit(self):
-        assert list(find_units(nnx.eval_shape(lambda: Stack(Block, 2, rngs=nnx.Rngs(0))))) == ["each"]
+        plan = plan_module(lambda: Stack(Block, 2, rngs=nnx.Rngs(0)), mesh=submesh("1x8"))
+        assert {leaf.unit for leaf in plan.leaves} == {"each"}
 
     def test_planning_allocates_nothing(self):
         class Huge(nnx.Module):
@@ -92,7 +93,7 @@ class TestStart:
     @pytest.mark.parametrize("mesh", ["1x1", "1x8", "2x4", "8x1"])
     def test_start_values_are_those_of_the_unsharded_module_on_every_mesh(self, mesh, alone):
         """C-31 for the NNX door."""
-        params, plan = fully_shard(Model, mesh=submesh(mesh))
+        params, plan = init_sharded(Model, mesh=submesh(mesh))
         assert bitwise_equal(plan.unpad(params), alone)
         for leaf, w in zip(plan.leaves, jax.tree.leaves(params)):
             assert w.sharding.is_equivalent_to(plan.sharding(leaf.rest_spec), w.ndim)
@@ -101,13 +102,13 @@ class TestStart:
 class TestView:
     @pytest.mark.parametrize(("mesh", "strategy"), [("1x8", "FULL_SHARD"), ("2x4", "HYBRID_SHARD_ZERO2")])
     def test_evaluation_equals_the_unsharded_module(self, mesh, strategy):
-        params, plan = fully_shard(Model, mesh=submesh(mesh), strategy=strategy)
+        params, plan = init_sharded(Model, mesh=submesh(mesh), strategy=strategy)
         total, weight = eval_step(loss, plan)(params, token_batch())
         want = loss(Model(), token_batch(), None)
         np.testing.assert_allclose((total, weight), want, rtol=1e-5)
 
     def test_the_step_sees_shards_and_the_state_a_callable_module(self):
-        params, plan = fully_shard(Model, mesh=submesh("1x8"), mp_policy=MixedPrecision(param_dtype="bf16"))
+        params, plan = init_sharded(Model, mesh=submesh("1x8"), mp_policy=MixedPrecision(param_dtype="bf16"))
         seen = []
 
         def looking(model, batch, key):
@@ -121,11 +122,11 @@ class TestView:
             TrainState.create(params, optax.sgd(0.1), plan),
             train_step(looking, optax.sgd(0.1), plan),
         )
-        logits = state.model()(token_batch()["tokens"])
+        logits = state.module()(token_batch()["tokens"])
         np.testing.assert_allclose(logits, Model()(token_batch()["tokens"]), rtol=1e-5, atol=1e-6)
-        view = state.model()
+        view = state.module()
         state, _ = step(state, token_batch())
         assert set(seen) == {(True, "bfloat16")}
-        assert not np.allclose(state.model()(token_batch()["tokens"]), logits)
+        assert not np.allclose(state.module()(token_batch()["tokens"]), logits)
         with pytest.raises(RuntimeError, match="deleted"):
             view.norm.scale.get_value().block_until_ready()
