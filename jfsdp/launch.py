@@ -163,11 +163,13 @@ class Launch:
         words = f"failed with exit code {event.code}"
         if event.code < 0:
             words = f"was ended by {signal.Signals(-event.code).name}"
+        code = event.code if event.code > 0 else 128 - event.code
         if self._first_failure:
-            _say(f"then process {event.rank} {words}")
+            if not (self._is_stopping and code == self._first_failure):  # else it only followed the signal
+                _say(f"then process {event.rank} {words}")
             return
-        self._first_failure = event.code if event.code > 0 else 128 - event.code
-        if self._is_stopping:  # the code of an orderly end
+        self._first_failure = code
+        if self._is_stopping:
             self._end_by((SPEAK_S + END_S, signal.SIGKILL))
             return
         others = f"; ending process {', '.join(map(str, self._running))}" if self._running else ""
@@ -208,9 +210,10 @@ def _thread(target) -> threading.Thread:
 
 def _copy(rank: int, pipe, screen) -> None:
     """Lines of a process to the screen, each under its number, in one write each so that they stay whole."""
-    for line in pipe:
-        screen.write(f"[{rank}] {line.decode(errors='replace')}")
-        screen.flush()
+    with pipe:
+        for line in pipe:
+            screen.write(f"[{rank}] {line.decode(errors='replace')}")
+            screen.flush()
 
 
 def _say(words: str) -> None:

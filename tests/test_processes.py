@@ -67,9 +67,7 @@ def test_open_mpi_5_on_one_host_meets_at_home_and_else_asks_for_the_coordinator(
     one_host = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-host-77@1"}
     address = detect(environ=one_host).coordinator
     assert re.fullmatch(r"127\.0\.0\.1:6\d{4}", address) and detect(environ=one_host).coordinator == address
-    with pytest.raises(
-        ValueError, match="Open MPI tells of 4 processes, but not where process 0 .* --coordinator HOST"
-    ):
+    with pytest.raises(ValueError, match="Open MPI tells of 4 processes, but not where process 0 .* --coordinator"):
         detect(environ=OPEN_MPI)
     assert detect(environ=OPEN_MPI, coordinator="h:1").coordinator == "h:1"
 

@@ -1,0 +1,146 @@
+"""The launcher for one machine: who is who, whose output is whose, and how all end when one does."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jfsdp import launch
+from jfsdp.processes import detect
+
+ROOT = Path(launch.__file__).parent.parent
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Write a program whose body sees `rank` and `arguments`, and a folder for what it notes."""
+
+    def write(body: str) -> str:
+        head = "import os, signal, sys, time\nrank, arguments = int(os.environ['RANK']), sys.argv[1:]\n"
+        (tmp_path / "program.py").write_text(head + textwrap.dedent(body))
+        return str(tmp_path / "program.py")
+
+    return write
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Nobody waits long for the last words of processes."""
+    monkeypatch.setattr(launch, "SPEAK_S", 0.5)
+    monkeypatch.setattr(launch, "END_S", 0.5)
+
+
+def test_each_process_is_told_who_it_is(program, tmp_path):
+    path = program("""
+        import json, pathlib
+        pathlib.Path(arguments[0], f"{rank}.json").write_text(json.dumps([dict(os.environ), arguments]))
+    """)
+    assert launch.main(["--nproc", "3", path, str(tmp_path), "--nproc", "7"]) == 0
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    groups = [detect(environ=environ) for environ, _ in seen]
+    assert [(g.index, g.count, g.local_index, g.local_count) for g in groups] == [(i, 3, i, 3) for i in range(3)]
+    assert len({g.coordinator for g in groups}) == 1 and groups[0].coordinator.startswith("127.0.0.1:")
+    assert all(arguments == [str(tmp_path), "--nproc", "7"] for _, arguments in seen)
+
+
+def test_a_module_is_started_as_python_does():
+    assert launch.main(["--nproc", "2", "-m", "json.tool", "--help"]) == 0
+
+
+def test_lines_of_all_but_the_first_begin_with_their_number(program, capfd):
+    path = program("print(f'from {rank}'); print(f'error of {rank}', file=sys.stderr); sys.stdout.write('no newline')")
+    assert launch.main(["--nproc", "2", path]) == 0
+    said = capfd.readouterr()
+    assert "from 0\n" in said.out and "[1] from 1\n" in said.out and "[1] no newline" in said.out
+    assert sorted(said.err.splitlines()) == ["[1] error of 1", "error of 0"]
+
+
+@pytest.mark.parametrize(
+    ("end", "words", "code"),
+    [
+        ("sys.exit(3)", "process 1 failed with exit code 3 after 0 s; ending process 0, 2", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "process 1 was ended by SIGKILL after 0 s; ending process 0, 2", 137),
+    ],
+    ids=["exit code", "signal"],
+)
+def test_one_that_fails_is_named_and_ends_the_others(program, hurried, capfd, end, words, code):
+    """C-68, the launcher's part: also who does not listen to SIGTERM ends."""
+    path = program(f"""
+        if rank == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 1:
+            time.sleep(0.5)
+            {end}
+        time.sleep(60)
+    """)
+    since = time.monotonic()
+    assert launch.main(["--nproc", "3", path]) == code
+    assert time.monotonic() - since < 10
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("jfsdp.launch: ")]
+    assert re.sub(r"after \d s", "after 0 s", said[0]) == f"jfsdp.launch: {words}"
+    assert [line.removeprefix("jfsdp.launch: ") for line in said[1:]] == [
+        "then process 0 was ended by SIGTERM",
+        "then process 2 was ended by SIGKILL",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_is_passed_on_once_and_all_may_save(program, tmp_path, number):
+    """C-45, the launcher's part: a terminal's Ctrl-C reaches each process once, and none is cut short."""
+    path = program("""
+        from pathlib import Path
+        got = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: got.append(number))
+        Path(arguments[0], f"ready{rank}").touch()
+        while not got:
+            time.sleep(0.05)
+        time.sleep(0.5 * (1 + rank))
+        Path(arguments[0], f"saved{rank}").write_text(str(len(got)))
+        sys.exit(128 + got[0])
+    """)
+    command = [sys.executable, "-m", "jfsdp.launch", "--nproc", "2", path, str(tmp_path)]
+    started = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)):
+        assert started.poll() is None, started.stderr.read()
+        time.sleep(0.05)
+    os.killpg(started.pid, number)  # as a terminal does
+    said = started.communicate(timeout=30)[1]
+    assert started.returncode == 128 + number and "jfsdp.launch" not in said
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--nproc", "2"], "name the program to start"), (["--nproc", "0", "x.py"], "--nproc is 0; .* use 1 or more")],
+)
+def test_what_cannot_be_started_is_refused(capsys, words, message):
+    with pytest.raises(SystemExit) as exit:
+        launch.main(words)
+    assert exit.value.code == 2 and re.search(message, capsys.readouterr().err)
+
+
+def test_the_examples_start_a_run(capsys, tmp_path):
+    assert launch.main(["--example", "slurm"]) == 0
+    (tmp_path / "train.sbatch").write_text(capsys.readouterr().out)
+    assert subprocess.run(["bash", "-n", tmp_path / "train.sbatch"]).returncode == 0
+
+    yaml = pytest.importorskip("yaml")
+    assert launch.main(["--example", "jobset"]) == 0
+    job = yaml.safe_load(capsys.readouterr().out)
+    (workers,) = job["spec"]["replicatedJobs"]
+    spec = workers["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    environ = {entry["name"]: entry.get("value", "2") for entry in container["env"]}  # the third pod
+    group = detect(environ=environ)
+    # JobSet's names: <jobset>-<replicated job>-<replica>-<pod>.<jobset>
+    first = f"{job['metadata']['name']}-{workers['name']}-0-0.{job['metadata']['name']}"
+    assert (group.coordinator, group.count, group.index) == (f"{first}:1234", spec["completions"], 2)
+    assert spec["completions"] == spec["parallelism"] and spec["completionMode"] == "Indexed"
