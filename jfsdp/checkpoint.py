@@ -1,0 +1,772 @@
+"""Checkpoints of a training state: saved in the background, complete or not there, restored onto any mesh.
+
+Owns what a checkpoint holds, when it counts as complete, which ones of a run are kept and what is refused. How an
+array becomes files is `store.py`; Orbax runs the save behind the training and moves a finished folder into place.
+
+Note [A checkpoint on disk]
+    run/step_00000200/arrays/params.head.kernel/...   sharded: a Zarr array of the logical shape for every leaf
+                      local/process_00000.bin         or local: what each process held, for the same devices again
+                      jfsdp.json                      what is in it; written last, so it marks a complete one
+A checkpoint is written under another name and renamed once it is complete. Names are the paths in the state, shapes
+are logical: whatever mesh, strategy and padding there were, nothing of them is in the arrays.
+
+Note [Damage]
+Before anything is read, the size of every file is compared with what was written; while it is read, each chunk with
+its checksum; and once it is on the devices, each leaf with its content hash. The automatic choice of a checkpoint to
+go on from falls back to an older one only for damage. A checkpoint that does not fit the model is an error: an older
+one would not fit either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import metadata as packages
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jfsdp import safetensors, store
+from jfsdp.layout import Plan, path_name
+from jfsdp.metrics import in_words
+
+_MARK = "jfsdp.json"
+_ARRAYS, _LOCAL = "arrays", "local"
+_UNFINISHED, _DELETED, _DAMAGED = ".orbax-checkpoint-tmp", ".deleted", ".damaged"
+_log = logging.getLogger(__name__)
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that is incomplete or is not what was written."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. The state is untouched, and so are older checkpoints."""
+
+
+# What a checkpoint holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of the state."""
+
+    shape: tuple[int, ...]
+    """Logical shape; of the key data, for random keys."""
+    dtype: str
+    hash: str = ""
+    """See Note [Content hash] in `store.py`."""
+    key: str | None = None
+    """Generator of typed random keys, None for other arrays."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """Everything but the values; the content of jfsdp.json."""
+
+    kind: str
+    """sharded or local."""
+    step: int
+    leaves: dict[str, Leaf]
+    mesh: dict[str, int]
+    strategy: str
+    processes: int
+    generator: dict[str, Any]
+    """JAX's settings that random numbers depend on."""
+    metric: float | None = None
+    """What "best" is decided by: less is better."""
+    counters: dict[str, int] = field(default_factory=dict)
+    """Batches consumed, steps skipped, updates applied."""
+    data: dict[str, Any] | None = None
+    """Position in the data and what its order depends on."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """Whatever else the run wants back, as JSON."""
+    files: dict[str, int] = field(default_factory=dict)
+    """Size of every file."""
+    versions: dict[str, str] = field(default_factory=dict)
+    saved_at: str = ""
+    format: str = "jfsdp-checkpoint-1"
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint: what is in it, and its values part by part. Open it with `open_checkpoint`."""
+
+    path: Path
+    metadata: Metadata
+    reader: store.ZarrReader | store.LocalReader
+
+    def read(self, name: str, where: store.Slices = ()) -> np.ndarray:
+        """Part of a leaf in its logical shape, or all of it; nothing else is read.
+
+        Raises: DamagedCheckpoint naming the file, KeyError for a name that is not in it.
+        """
+        if name not in self.metadata.leaves:
+            raise KeyError(f"{self.path} has no {name}. It has {', '.join(self.metadata.leaves)}.")
+        try:
+            return self.reader.read(name, where)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{self.path}: {name} cannot be read: {error}. {_USE_ANOTHER}") from error
+
+
+_USE_ANOTHER = "Use another checkpoint of the run, or restore the file from a copy."
+
+
+def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+    """Look at a checkpoint, or at the newest of a run's folder: its metadata and the size of every file.
+
+    Raises: ValueError when it is no checkpoint, DamagedCheckpoint when it is incomplete or a file is missing or cut
+        off.
+    """
+    path = _one_checkpoint(Path(path))
+    found = _read_metadata(path)
+    for name, size in found.files.items():
+        file = path / name
+        if not file.is_file():
+            raise DamagedCheckpoint(f"{path}: file {name} is missing. {_USE_ANOTHER}")
+        if (actual := file.stat().st_size) != size:
+            raise DamagedCheckpoint(
+                f"{path}: file {name} has {actual} bytes and was written with {size}. {_USE_ANOTHER}"
+            )
+    if found.kind == "sharded":
+        return Checkpoint(path, found, store.ZarrReader(path / _ARRAYS))
+    name = f"process_{jax.process_index():05}"
+    table = {}
+    if jax.process_index() < found.processes:
+        table = json.loads((path / _LOCAL / f"{name}.json").read_text())
+    dtypes = {n: np.dtype(leaf.dtype) for n, leaf in found.leaves.items()}
+    return Checkpoint(path, found, store.LocalReader(path / _LOCAL / f"{name}.bin", table, dtypes))
+
+
+def _one_checkpoint(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such folder. Name a checkpoint, or the folder of a run.")
+    if re.fullmatch(r"step_\d+", path.name) or (path / _MARK).exists():
+        return path
+    steps = _steps(path)
+    if not steps:
+        raise ValueError(f"{path} is no checkpoint of jfsdp and holds none: there is no {_MARK} and no step_* in it.")
+    return _step_folder(path, steps[-1])
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        found = json.loads((path / _MARK).read_text())
+        if not isinstance(found, dict) or not str(found.get("format")).startswith("jfsdp-checkpoint-"):
+            raise ValueError("it was not written by jfsdp")
+        if found["format"] != Metadata.__dataclass_fields__["format"].default:
+            raise ValueError(f"its format {found['format']} is of another version of jfsdp ({found.get('versions')})")
+        leaves = {n: Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for n, leaf in found["leaves"].items()}
+        return Metadata(**{**found, "leaves": leaves})
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(
+            f"{path} is incomplete: {_MARK}, which is written last, is not there. {_USE_ANOTHER}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path / _MARK} cannot be understood: {error}. {_USE_ANOTHER}") from error
+
+
+def _steps(run: Path) -> list[int]:
+    """Steps of the checkpoints in a run's folder, complete or damaged, oldest first."""
+    found = (re.fullmatch(r"step_(\d+)", p.name) for p in run.glob("step_*") if p.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _step_folder(run: Path, step: int) -> Path:
+    return run / f"step_{step:08}"
+
+
+# From a state to named arrays
+
+
+def _named(tree) -> dict[str, Any]:
+    """Leaves by path: `opt_state.0.mu.blocks.up`.
+
+    Raises: ValueError when two have one name.
+    """
+    flat = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    if doubled := [name for name, count in Counter(name for name, _ in flat).items() if count > 1]:
+        raise ValueError(f"two arrays of the state are called {doubled[0]}. Rename one: a key may not contain a dot.")
+    return dict(flat)
+
+
+def _logical_shapes(tree, plan: Plan | None) -> dict[str, tuple[int, ...]]:
+    """Shapes without padding. A leaf is padded as the parameter whose path ends its own (a moment, an average)."""
+    params = {} if plan is None else {path_name(p): x for p, x in jax.tree_util.tree_flatten_with_path(plan.layouts)[0]}
+
+    def logical(path, leaf) -> tuple[int, ...]:
+        ends = (path_name(path[i:]) for i in range(len(path)))
+        owner = next((params[end] for end in ends if end in params), None)
+        is_padded = owner is not None and tuple(leaf.shape) == owner.stack(owner.padded_shape)
+        return owner.logical_shape if is_padded else tuple(leaf.shape)
+
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {path_name(path): logical(path, leaf) for path, leaf in flat}
+
+
+class _Arrays(NamedTuple):
+    """A state as plain arrays by name: random keys as their data."""
+
+    values: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    """Logical."""
+    leaves: dict[str, Leaf]
+
+
+def _arrays(tree, plan: Plan | None) -> _Arrays:
+    values, shapes, keys = _named(tree), _logical_shapes(tree, plan), {}
+    for name, value in values.items():
+        if store.is_key(value.dtype):
+            keys[name], values[name] = _key_impl(value), _key_data(value)
+            shapes[name] = tuple(values[name].shape)
+    leaves = {n: Leaf(shape=shapes[n], dtype=v.dtype.name, key=keys.get(n)) for n, v in values.items()}
+    return _Arrays(values, shapes, leaves)
+
+
+def _key_impl(key) -> str:
+    """The generator of typed random keys, also of abstract ones."""
+    found = []
+    jax.eval_shape(lambda k: found.append(str(jax.random.key_impl(k))), key)
+    return found[0]
+
+
+def _key_data(key):
+    if isinstance(key, jax.ShapeDtypeStruct):
+        data = jax.eval_shape(jax.random.key_data, key)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
+    return jax.random.key_data(key)
+
+
+def _generator() -> dict[str, Any]:
+    names = ("jax_default_prng_impl", "jax_threefry_partitionable")
+    return {name: getattr(jax.config, name) for name in names}
+
+
+# Saving
+
+
+@dataclass
+class _SaveArgs(ocp.args.CheckpointArgs):
+    """What Orbax hands to the handler."""
+
+    arrays: _Arrays
+    metadata: Metadata
+
+
+class _Handler(ocp.AsyncCheckpointHandler):
+    """Writes this process's part of a state into the folder that Orbax prepared."""
+
+    def __init__(self):
+        self._pool, self._done = ThreadPoolExecutor(1, "checkpoint"), None
+
+    async def async_save(self, directory, args: _SaveArgs):
+        """Copy to host memory, so that the state may be donated; the rest goes on behind the training."""
+        hashes = store.content_hashes(args.arrays.values, args.arrays.shapes)
+        is_local = args.metadata.kind == "local"
+        host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local)
+        return [self._pool.submit(self._write, Path(directory), host, hashes, args)]
+
+    def _write(self, folder: Path, host: list[store.HostArray], hashes, args: _SaveArgs) -> None:
+        process = jax.process_index()
+        if args.metadata.kind == "local":
+            (folder / _LOCAL).mkdir(exist_ok=True)
+            table = store.write_local(folder / _LOCAL / f"process_{process:05}.bin", host)
+            (folder / _LOCAL / f"process_{process:05}.json").write_text(json.dumps(table))
+        else:
+            store.write_zarr(folder / _ARRAYS, host, is_first=process == 0)
+        leaves = {n: replace(leaf, hash=_hex(hashes[n])) for n, leaf in args.arrays.leaves.items()}
+        self._done = replace(args.metadata, leaves=leaves)
+
+    def finalize(self, directory) -> None:
+        """Every process has written its part: note the files, and with that complete the checkpoint."""
+        folder = Path(directory)
+        files = sorted(p for part in (_ARRAYS, _LOCAL) for p in (folder / part).rglob("*") if p.is_file())
+        sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
+        text = json.dumps(asdict(replace(self._done, files=sizes)), indent=1)
+        with (folder / _MARK).open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def save(self, directory, *args, **kwargs):
+        raise NotImplementedError("saved through async_save only")
+
+    def restore(self, directory, *args, **kwargs):
+        raise NotImplementedError("restored by the function restore of this file")
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(_SaveArgs)
+
+
+def _hex(hash_: jax.Array) -> str:
+    return f"{int(hash_):08x}"
+
+
+def _describe(state, plan: Plan | None, kind: str, **what) -> Metadata:
+    leaves = jax.tree.leaves(state)
+    mesh = plan.mesh if plan is not None else getattr(leaves[0].sharding, "mesh", None)
+    counters = {}
+    if hasattr(state, "skipped"):
+        step, skipped = int(state.step), int(state.skipped)
+        counters = dict(batches=step, skipped=skipped, updates=step - skipped)
+    return Metadata(
+        kind=kind,
+        leaves={},
+        mesh={} if mesh is None else dict(mesh.shape),
+        strategy="" if plan is None else plan.placement.strategy.value,
+        processes=jax.process_count(),
+        generator=_generator(),
+        counters=counters,
+        versions={name: packages.version(name) for name in ("jax", "orbax-checkpoint", "optax")},
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        **what,
+    )
+
+
+# Restoring
+
+
+def restore(path: str | os.PathLike, like, *, partial: bool = False, cast: bool = False):
+    """The state saved at `path` (a checkpoint, or a run's folder: its newest one), placed as `like` is.
+
+    like: `TrainState.abstract(tx, plan)` or a real state: names, shapes, dtypes and shardings to restore to. Any mesh
+        and strategy will do for a sharded checkpoint; a local one needs those that it was saved with.
+    partial: take from `like`, which must be real then, what the checkpoint lacks or has in another shape, and log it.
+    cast: convert to the dtypes of `like` where the checkpoint has others, and log it.
+    Raises: ValueError listing what does not fit, DamagedCheckpoint for values that are not what was saved.
+    """
+    found = open_checkpoint(path)
+    plan = getattr(like, "plan", None)
+    wanted = _arrays(like, plan)
+    _check_generator(found)
+    if found.metadata.kind == "local":
+        _check_same_devices(found, plan)
+    skipped = _check_fit(found, wanted, partial, cast)
+    names = [name for name in wanted.values if name not in skipped]
+    targets = [
+        store.Target(n, wanted.shapes[n], tuple(v.shape), v.sharding) for n, v in wanted.values.items() if n in names
+    ]
+    restored = dict(zip(names, _together(lambda: store.to_devices(targets, found.read), found.path)))
+    _check_hashes(found, restored, wanted.shapes)
+    flat, tree = jax.tree_util.tree_flatten_with_path(like)
+    leaves = []
+    for path_, leaf in flat:
+        name = path_name(path_)
+        value = restored[name] if name in restored else leaf
+        if name in restored and (impl := wanted.leaves[name].key):
+            value = jax.random.wrap_key_data(value, impl=impl)
+        elif name in restored and value.dtype != leaf.dtype:
+            value = jax.jit(lambda x, dtype=leaf.dtype: x.astype(dtype), out_shardings=value.sharding)(value)
+        leaves.append(value)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _check_fit(found: Checkpoint, wanted: _Arrays, partial: bool, cast: bool) -> set[str]:
+    """Names that `partial` leaves as they are."""
+    have, want = found.metadata.leaves, wanted.leaves
+    missing = [f"{n} {list(leaf.shape)} is not in the checkpoint" for n, leaf in want.items() if n not in have]
+    extra = [f"{n} {list(leaf.shape)} is only in the checkpoint" for n, leaf in have.items() if n not in want]
+    both = [n for n in want if n in have]
+    shapes = [n for n in both if have[n].shape != want[n].shape]
+    differing = [f"{n} is {list(have[n].shape)} in the checkpoint, {list(want[n].shape)} here" for n in shapes]
+    keys = [
+        f"{n}: random keys of {have[n].key or 'no generator'} in the checkpoint, of {want[n].key or 'none'} here"
+        for n in both
+        if have[n].key != want[n].key
+    ]
+    dtypes = [
+        f"{n} is {have[n].dtype} in the checkpoint, {want[n].dtype} here"
+        for n in both
+        if have[n].dtype != want[n].dtype and n not in shapes
+    ]
+    problems = [*keys, *([] if partial else [*missing, *extra, *differing]), *([] if cast else dtypes)]
+    if problems:
+        advice = "Build the model and optimizer that it was saved with"
+        if missing or extra or differing:
+            advice += ", or take what fits with partial=True"
+        if dtypes:
+            advice += ", or convert dtypes with cast=True"
+        raise ValueError(f"{found.path} does not fit:\n  " + "\n  ".join(problems) + f"\n{advice}.")
+    if partial and (missing or extra or differing):
+        _log.warning("%s, restored in part, left out:\n  %s", found.path, "\n  ".join([*missing, *extra, *differing]))
+    if cast and dtypes:
+        _log.warning("%s, dtypes converted:\n  %s", found.path, "\n  ".join(dtypes))
+    return {n for n in want if n not in have} | set(shapes)
+
+
+def _check_generator(found: Checkpoint) -> None:
+    saved, here = found.metadata.generator, _generator()
+    if changed := [name for name in saved if saved[name] != here.get(name)]:
+        words = ", ".join(f"{name} {saved[name]} (here {here.get(name)})" for name in changed)
+        raise ValueError(
+            f"{found.path} was saved with {words}: random numbers would not go on as they were. "
+            f"Set {' and '.join(f'{name.upper()}={saved[name]}' for name in changed)} in the environment."
+        )
+
+
+def _check_same_devices(found: Checkpoint, plan: Plan | None) -> None:
+    saved = found.metadata
+    here = (
+        _describe_devices(dict(plan.mesh.shape), plan.placement.strategy.value, jax.process_count()) if plan else "none"
+    )
+    there = _describe_devices(saved.mesh, saved.strategy, saved.processes)
+    if here != there:
+        raise ValueError(
+            f"{found.path} is a local checkpoint of {there}, and this run has {here}. A local one restores only onto "
+            "what it was saved on. Save sharded checkpoints to go on elsewhere."
+        )
+
+
+def _describe_devices(mesh: Mapping[str, int], strategy: str, processes: int) -> str:
+    return f"mesh {'x'.join(map(str, mesh.values()))}, {strategy}, {processes} process{'es' * (processes > 1)}"
+
+
+def _check_hashes(found: Checkpoint, restored: dict[str, jax.Array], shapes) -> None:
+    hashes = store.content_hashes(restored, shapes)
+    if wrong := [name for name, value in hashes.items() if _hex(value) != found.metadata.leaves[name].hash]:
+        raise DamagedCheckpoint(
+            f"{found.path}: {', '.join(wrong[:5])} did not come back as saved (content hash differs). {_USE_ANOTHER}"
+        )
+
+
+def _together(read, path: Path):
+    """Run `read` in every process; where one fails, all do, so that none is left waiting."""
+    error, result = None, None
+    try:
+        result = read()
+    except DamagedCheckpoint as caught:
+        error = caught
+    if jax.process_count() > 1 and error is None and multihost_utils.process_allgather(np.int32(0)).any():
+        error = DamagedCheckpoint(f"{path} could not be read by another process, which says why.")
+    elif jax.process_count() > 1 and error is not None:
+        multihost_utils.process_allgather(np.int32(1))
+    if error is not None:
+        raise error
+    return result
+
+
+# One safetensors set
+
+
+def save_consolidated(
+    folder: str | os.PathLike, params, plan: Plan, *, aliases: Mapping[str, str] | None = None
+) -> list[Path]:
+    """Write parameters (or an average of them) in logical shapes as safetensors, readable without jfsdp.
+
+    Gives the files. The first process writes them all and holds one tensor at a time. With several processes every one first writes its
+    shards beside the result, one tensor at a time, so that nobody gathers.
+
+    aliases: further names of tied parameters, `{other: written}`; recorded, not written again.
+    """
+    folder = Path(folder)
+    arrays = _arrays(params, plan)
+    if jax.process_count() == 1:
+        names = {n: (leaf, lambda n=n: _whole(n, arrays)) for n, leaf in arrays.leaves.items()}
+        return _write_consolidated(folder, names, aliases)
+    parts = folder / f"parts{_DELETED}"
+    is_first = jax.process_index() == 0
+    for name, value in arrays.values.items():
+        host = store.to_host({name: value}, arrays.shapes, every=False)
+        store.write_zarr(parts, host, is_first=is_first)
+    multihost_utils.sync_global_devices("every shard is written")
+    files = []
+    if is_first:
+        reader = store.ZarrReader(parts)
+        names = {n: (leaf, lambda n=n: reader.read(n)) for n, leaf in arrays.leaves.items()}
+        files = _write_consolidated(folder, names, aliases)
+        shutil.rmtree(parts)
+    multihost_utils.sync_global_devices("the consolidated set is written")
+    return files
+
+
+def consolidate(
+    path: str | os.PathLike,
+    folder: str | os.PathLike,
+    *,
+    part: str = "params",
+    aliases: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Make safetensors of one part of a sharded checkpoint (params, ema, ...), tensor by tensor; needs no devices."""
+    found = open_checkpoint(path)
+    leaves = {n: leaf for n, leaf in found.metadata.leaves.items() if n.startswith(f"{part}.")}
+    if found.metadata.kind != "sharded" or not leaves:
+        parts = ", ".join(dict.fromkeys(n.partition(".")[0] for n in found.metadata.leaves))
+        raise ValueError(f"{found.path} is {found.metadata.kind} and has {parts}; {part} of a sharded one is wanted.")
+    names = {n.removeprefix(f"{part}."): (leaf, lambda n=n: found.read(n)) for n, leaf in leaves.items()}
+    return _write_consolidated(Path(folder), names, aliases)
+
+
+def load_consolidated(folder: str | os.PathLike, plan: Plan):
+    """Parameters as `plan` stores them, from what `save_consolidated` wrote; each process reads what it needs.
+
+    Raises: ValueError listing what is missing, left over or of another shape or dtype.
+    """
+    found, abstract = safetensors.read_safetensors(folder), plan.map(_abstract(plan))
+    wanted = _arrays(abstract, plan)
+    have = {n: Leaf(shape=tuple(t.shape), dtype=np.dtype(t.dtype).name) for n, t in found.items()}
+    differing = [
+        f"{n}: {have.get(n)} in the files, {wanted.leaves.get(n)} here"
+        for n in {**have, **wanted.leaves}
+        if have.get(n) != wanted.leaves.get(n)
+    ]
+    if differing:
+        raise ValueError(
+            f"{folder} does not fit:\n  " + "\n  ".join(differing) + "\nBuild the model it was saved from."
+        )
+    targets = [store.Target(n, wanted.shapes[n], tuple(v.shape), v.sharding) for n, v in wanted.values.items()]
+    arrays = store.to_devices(targets, lambda name, where: found[name][where])
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+
+def _abstract(plan: Plan):
+    return lambda leaf: jax.ShapeDtypeStruct(leaf.rest_shape, leaf.dtype, sharding=plan.sharding(leaf.rest_spec))
+
+
+def _write_consolidated(folder: Path, names: dict[str, tuple], aliases) -> list[Path]:
+    entries = [safetensors.Entry(n, leaf.shape, np.dtype(leaf.dtype), fetch) for n, (leaf, fetch) in names.items()]
+    return safetensors.write_safetensors(folder, entries, aliases=aliases)
+
+
+def _whole(name: str, arrays: _Arrays) -> np.ndarray:
+    """A logical array in host memory, put together from the shards of this process, which holds all of them."""
+    whole = np.empty(arrays.shapes[name], arrays.values[name].dtype)
+    (host,) = store.to_host({name: arrays.values[name]}, arrays.shapes, every=False)
+    for where, values in host.pieces:
+        whole[where] = values
+    return whole
+
+
+# The checkpoints of a run
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder: saves behind the training, keeps some, restores the newest good one.
+
+    Every process makes one and calls the same methods at the same steps.
+
+    newest: how many of the newest to keep; None keeps all. best: how many to keep beside them for their metric.
+    kind: "sharded" restores onto any mesh and strategy; "local" is written faster and restores onto the same only.
+    Raises: OSError when the folder cannot be written, ValueError for a setting out of range.
+    """
+
+    def __init__(self, folder: str | os.PathLike, *, newest: int | None = 2, best: int = 1, kind: str = "sharded"):
+        if kind not in ("sharded", "local"):
+            raise ValueError(f"kind {kind!r} is unknown. Use sharded or local.")
+        if newest is not None and newest < 1:
+            raise ValueError(f"newest is {newest}; it counts checkpoints that are kept, so use 1 or more, or None.")
+        if best < 0:
+            raise ValueError(f"best is {best}; it counts checkpoints that are kept for their metric, so use 0 or more.")
+        self.folder, self.newest, self.best, self.kind = Path(folder).absolute(), newest, best, kind
+        self._is_first = jax.process_index() == 0
+        self._handler = _Handler()
+        self._saver = ocp.AsyncCheckpointer(
+            self._handler, async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        )
+        self._last: int | None = None
+        self._pending: int | None = None
+        if self._is_first:
+            self._prepare()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        """Make the folder, see that it can be written, and remove what an earlier run left unfinished."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / f".writable{_DELETED}"
+            probe.write_bytes(b"x" * 4096)
+            probe.unlink()
+        except OSError as error:
+            raise OSError(f"checkpoints cannot be written to {self.folder}: {error}. Name another folder.") from error
+        for left in [*self.folder.glob(f"step_*{_UNFINISHED}*"), *self.folder.glob(f"step_*{_DELETED}")]:
+            shutil.rmtree(left, ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return [step for step in _steps(self.folder) if (_step_folder(self.folder, step) / _MARK).exists()]
+
+    def best_step(self) -> int | None:
+        """The step with the least metric; None where no checkpoint has one."""
+        scored = [(m.metric, step) for step, m in self._metadata().items() if m.metric is not None]
+        return min(scored)[1] if scored else None
+
+    def path(self, step: int) -> Path:
+        return _step_folder(self.folder, step)
+
+    def save(self, state, *, metric: float | None = None, data: dict | None = None, run: dict | None = None) -> bool:
+        """Save a state in the background; it may be donated once this returns. False when its step is saved already.
+
+        Waits for the save before, if that is still being written.
+
+        metric: what "best" is decided by, less is better. data, run: JSON to be found again in the metadata.
+        Raises: SaveError when this save cannot begin or the one before has failed.
+        """
+        step, plan = int(state.step), getattr(state, "plan", None)
+        if step == self._last:
+            return False
+        self.wait()
+        arrays = _arrays(state, plan)
+        metadata = _describe(state, plan, self.kind, step=step, metric=metric, data=data, run=run or {})
+        self._pending = step
+        try:
+            self._saver.save(self.path(step), args=_SaveArgs(arrays, metadata))
+        except (OSError, ValueError) as error:
+            raise self._failed(error) from error
+        self._last = step
+        return True
+
+    def check(self) -> None:
+        """Call between steps: raises SaveError if a save has failed, and removes old checkpoints after a new one."""
+        if self._pending is None:
+            return
+        try:
+            self._saver.check_for_errors()
+        except Exception as error:
+            raise self._failed(error) from error
+        if (self.path(self._pending) / _MARK).exists():
+            self._pending = None
+            self._remove_old()
+
+    def wait(self) -> None:
+        """Wait until the save that is being written is complete.
+
+        Raises: SaveError if it has failed.
+        """
+        if self._pending is None:
+            return
+        try:
+            self._saver.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
+        self.check()
+
+    def close(self) -> None:
+        """Wait for the last save. Raises: SaveError if it has failed."""
+        try:
+            self.wait()
+        finally:
+            self._saver.close()
+
+    def restore(self, like, **options) -> tuple[Any, Metadata] | None:
+        """The newest state that is not damaged, and its metadata; None where there is no checkpoint.
+
+        Damaged ones are told of in one warning and renamed, so that the run can save at their steps again.
+
+        options: as for `restore`.
+        Raises: DamagedCheckpoint when all are, ValueError for one that does not fit `like`.
+        """
+        damaged: list[str] = []
+        for step in reversed(_steps(self.folder)):
+            path = self.path(step)
+            try:
+                state, metadata = restore(path, like, **options), _read_metadata(path)
+            except DamagedCheckpoint as error:
+                damaged.append(str(error))
+                continue
+            if damaged:
+                _log.warning("going on from step %d, the newest good checkpoint:\n  %s", step, "\n  ".join(damaged))
+                self._set_aside(step)
+            self._last = step
+            return state, metadata
+        if damaged:
+            raise DamagedCheckpoint(f"{self.folder} has no good checkpoint:\n  " + "\n  ".join(damaged))
+        return None
+
+    def _set_aside(self, good: int) -> None:
+        if self._is_first:
+            for step in _steps(self.folder):
+                if step > good:
+                    self.path(step).rename(self.path(step).with_name(f"{self.path(step).name}{_DAMAGED}"))
+
+    def _metadata(self) -> dict[int, Metadata]:
+        found = {}
+        for step in self.steps():
+            try:
+                found[step] = _read_metadata(self.path(step))
+            except DamagedCheckpoint:
+                continue
+        return found
+
+    def _remove_old(self) -> None:
+        """Only ever called after a newer checkpoint is complete."""
+        if not self._is_first or self.newest is None:
+            return
+        steps = self.steps()
+        scored = sorted((m.metric, step) for step, m in self._metadata().items() if m.metric is not None)
+        keep = {*steps[-self.newest :], *(step for _, step in scored[: self.best])}
+        for step in set(steps) - keep:
+            gone = self.path(step).rename(self.path(step).with_name(f"{self.path(step).name}{_DELETED}"))
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _failed(self, error: Exception) -> SaveError:
+        step, self._pending, self._last = self._pending, None, None
+        steps = self.steps()
+        rest = f"The newest complete one is of step {steps[-1]}." if steps else "There is no complete one."
+        return SaveError(
+            f"the checkpoint of step {step} could not be written to {self.folder}: {error} {rest} "
+            "Make room or name another folder."
+        )
+
+
+# What is in it
+
+
+def inspect(path: str | os.PathLike) -> Table:
+    """A table of a checkpoint: where it comes from, and each array's shape, dtype and bytes. Reads no array."""
+    found = open_checkpoint(path)
+    m = found.metadata
+    facts = {
+        "step": f"{m.step}" + (f", metric {m.metric:.6g}" if m.metric is not None else ""),
+        "kind": m.kind,
+        "saved on": _describe_devices(m.mesh, m.strategy, m.processes),
+        "saved at": m.saved_at,
+        "with": ", ".join(f"{name} {version}" for name, version in m.versions.items()),
+        "counters": ", ".join(f"{name} {value}" for name, value in m.counters.items()),
+        "data": ", ".join(f"{name} {value}" for name, value in (m.data or {}).items()),
+        "random": ", ".join(f"{name} {value}" for name, value in m.generator.items()),
+        "on disk": f"{in_words(sum(m.files.values()))} in {len(m.files)} files, every size as written",
+    }
+    words = "\n".join(f"{name:10} {value}" for name, value in facts.items() if value)
+    table = Table(
+        box=box.SIMPLE, show_footer=True, title=f"{found.path}\n{words}", title_justify="left", title_style=""
+    )
+    total = sum(leaf.nbytes for leaf in m.leaves.values())
+    table.add_column("array", f"{len(m.leaves)} arrays")
+    table.add_column("shape")
+    table.add_column("dtype")
+    table.add_column("bytes", in_words(total), justify="right")
+    table.add_column("content hash", style="dim")
+    for name, leaf in m.leaves.items():
+        shape = " x ".join(map(str, leaf.shape)) or "scalar"
+        table.add_row(name, shape, leaf.key or leaf.dtype, in_words(leaf.nbytes), leaf.hash)
+    return table
+
+
+def inspect_command(path: Path) -> None:
+    """Print what is in a checkpoint: a folder step_*, or a run's folder for its newest one."""
+    Console(highlight=False).print(inspect(path))
