@@ -17,6 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 _NAMES = {
@@ -39,12 +40,28 @@ class MixedPrecision:
     """Dtype on the gather's wire and in the computation."""
     reduce_dtype: jnp.dtype | None = None
     """Dtype on the reduction's wire; None reduces in the stored dtype, so bf16 compute reduces in fp32."""
+    output_dtype: jnp.dtype | None = None
+    """Dtype of the floating arrays that a call of the unit gives back; None leaves them as they come."""
+    buffer_dtype: jnp.dtype | None = None
+    """Dtype in which the unit sees its floating buffers. They are stored in their own, and an element that the loss
+    does not change stays bitwise as it is."""
+    cast_forward_inputs: bool = True
+    """Cast the floating arrays that a call of the unit receives to `param_dtype`. Of a stack that is what it carries
+    from layer to layer; what all layers share keeps its dtype."""
 
     def __post_init__(self):
-        for field in ("param_dtype", "reduce_dtype"):
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             value = getattr(self, field)
             if value is not None:
                 object.__setattr__(self, field, parse_dtype(value, field))
+
+    def cast_inputs(self, args):
+        """What a call of the unit receives, as it is to see it."""
+        return cast_floating(args, self.param_dtype if self.cast_forward_inputs else None)
+
+    def cast_outputs(self, out):
+        """What a call of the unit gives back, as its caller is to see it."""
+        return cast_floating(out, self.output_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +119,16 @@ class ScaleState:
         scale = jnp.where(grows & jnp.isfinite(grown), grown, self.scale)
         scale = jnp.where(finite, scale, jnp.maximum(self.scale * self.rule.backoff_factor, self.rule.min_scale))
         return replace(self, scale=scale, good_steps=jnp.where(finite & ~grows, good, 0))
+
+
+def cast_floating(tree, dtype: jnp.dtype | None):
+    """The floating arrays of a pytree in `dtype`, everything else as it is; None leaves all as they are."""
+
+    def one(a):
+        is_array = isinstance(a, (Array, np.ndarray)) and jnp.issubdtype(a.dtype, jnp.floating)
+        return a.astype(dtype) if is_array else a
+
+    return tree if dtype is None else jax.tree.map(one, tree)
 
 
 def wide(dtype) -> jnp.dtype:

@@ -31,7 +31,7 @@ from jfsdp import collectives
 from jfsdp.layout import ParamLayout
 from jfsdp.precision import wide
 from jfsdp.schedule import Reducer, Schedule
-from jfsdp.unit import Regime, Sharded, call, is_sharded, unshard
+from jfsdp.unit import Regime, Sharded, call, call_uncast, is_sharded, unshard
 
 STREAM_ABOVE = 64 << 20
 """Bytes of float32 logits per device above which the head is streamed."""
@@ -93,9 +93,8 @@ class Head(nnx.Module):
 
 def embed(table: Sharded | Array, tokens: Array) -> Array:
     """Rows of a table: `[V, D], [...] -> [..., D]`. See Note [Row exchange]."""
-    if exchanges(table, tokens.size):
-        return _exchange_rows(table, tokens)
-    return unshard(table)[tokens]
+    rows = _exchange_rows(table, tokens) if exchanges(table, tokens.size) else unshard(table)[tokens]
+    return table.layout.precision.cast_outputs(rows) if is_sharded(table) else rows
 
 
 def exchanges(table: Sharded | Array, tokens: int) -> bool:
@@ -111,7 +110,7 @@ def cross_entropy(
     """`-log p(target)` per token, float32 or wider: table `[V, D]`, `h [N, D]`, `targets [N]` -> `[N]`."""
     rows = (table.layout.shape if is_sharded(table) else table.shape)[0]
     if h.shape[0] * rows * 4 <= stream_above:
-        return call(_nll, table, h, targets)
+        return call_uncast(_nll, table, h, targets)
     if is_sharded(table):
         return _Streamed(table, slice_rows).nll(h, targets)
     tokens = h.shape[0]  # without a mesh: chunks of tokens, each small enough

@@ -6,10 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from jfsdp.layout import make_plan
+from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision, parse_dtype
+from jfsdp.stack import run_stack
 from jfsdp.step import TrainState, train_step
-from jfsdp.unit import unshard
+from jfsdp.unit import call, unshard
+from jfsdp.vocab import cross_entropy, embed
 from tests.support import compile_step, shape, submesh
 
 
@@ -67,6 +69,137 @@ def test_the_stored_weight_moves_in_steps_that_bf16_cannot_hold():
     np.testing.assert_allclose(state.params["w"], 0.9, atol=1e-4)
     assert set(seen) == {jnp.dtype("bfloat16")}
     assert {a.dtype for a in jax.tree.leaves((state.params, state.opt_state)) if a.ndim} == {jnp.dtype("float32")}
+
+
+class TestCalls:
+    """What a call of a unit receives and gives back: `cast_forward_inputs` and `output_dtype`, as in PyTorch."""
+
+    PARAMS = {"inner": {"w": np.eye(8, dtype=np.float32)}, "rest": np.ones(8, np.float32)}
+    BATCH = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), "id": np.full((8, 1), 257, np.int32)}
+
+    def seen(self, **precision):
+        """Dtypes of what the inner unit is given and computes with, and of what its caller gets; its gradient."""
+        dtypes = {}
+
+        def unit(w, x, ids):
+            dtypes.update(x=x.dtype, ids=ids.dtype, w=w["w"].dtype)
+            return x @ w["w"], ids
+
+        def loss(params, batch, key):
+            out, ids = call(unit, params["inner"], batch["x"], batch["id"])
+            dtypes.update(out=out.dtype, ids_out=ids.dtype, rest=unshard({"rest": params["rest"]})["rest"].dtype)
+            return jnp.mean(out.astype(jnp.float32) ** 2)
+
+        units = {"inner": UnitOptions(precision=MixedPrecision(**precision))}
+        plan, tx = make_plan(self.PARAMS, submesh("1x8"), units=units), optax.sgd(1.0)
+        state, _ = train_step(loss, tx, plan)(TrainState.create(plan.place(self.PARAMS), tx, plan), self.BATCH)
+        gradient = self.PARAMS["inner"]["w"] - state.params["inner"]["w"]
+        return {name: dtype.name for name, dtype in dtypes.items()}, gradient
+
+    @pytest.mark.parametrize(
+        ("precision", "wanted"),
+        [
+            (dict(), dict(x="float32", w="float32", out="float32")),
+            (dict(param_dtype="bf16"), dict(x="bfloat16", w="bfloat16", out="bfloat16")),
+            (dict(param_dtype="bf16", cast_forward_inputs=False), dict(x="float32", w="bfloat16", out="float32")),
+            (dict(param_dtype="bf16", output_dtype="fp32"), dict(x="bfloat16", w="bfloat16", out="float32")),
+            (dict(output_dtype="bf16"), dict(x="float32", w="float32", out="bfloat16")),
+        ],
+    )
+    def test_floating_inputs_and_outputs_have_the_dtypes_of_their_unit(self, precision, wanted):
+        got, gradient = self.seen(**precision)
+        assert got == {**wanted, "ids": "int32", "ids_out": "int32", "rest": "float32"}
+        x, w = (jnp.asarray(a).astype(wanted[n]) for a, n in ((self.BATCH["x"], "x"), (self.PARAMS["inner"]["w"], "w")))
+        by_hand = jax.grad(lambda w: jnp.mean((x @ w).astype(wanted["out"]).astype(jnp.float32) ** 2))(w)
+        # Gradients of a row each are rounded to bf16 before they are summed in fp32; by hand all rows at once.
+        np.testing.assert_allclose(gradient, by_hand.astype(jnp.float32), atol=1e-2 * np.abs(by_hand).max())
+
+    def test_a_stack_carries_its_dtype_and_leaves_what_layers_share(self):
+        seen = {}
+
+        def block(w, x, _, table):
+            seen.update(x=x.dtype.name, table=table.dtype.name)
+            return x + x @ w["w"], None
+
+        def loss(params, batch, key):
+            table = jnp.ones(8, jnp.float32)  # as rotary tables are, in fp32 whatever the compute dtype
+            out, _ = run_stack(block, params["blocks"], batch["x"], table)
+            seen.update(out=out.dtype.name)
+            return jnp.mean(out**2)
+
+        precision = MixedPrecision(param_dtype="bf16", output_dtype="fp32")
+        params, units = {"blocks": {"w": shape(3, 8, 8)}}, {"blocks": UnitOptions(stacked=True)}
+        compile_step(loss, params, {"x": shape(8, 8)}, "1x8", units=units, precision=precision)
+        assert seen == dict(x="bfloat16", table="float32", out="float32")
+
+    @pytest.mark.parametrize("vocab", [4, 64], ids=["gathered", "exchanged"])
+    def test_an_embedding_gives_rows_of_the_output_dtype_and_a_head_losses_as_they_come(self, vocab):
+        seen = {}
+
+        def loss(params, batch, key):
+            rows = embed(params["table"], batch["id"])
+            nll = cross_entropy(params["table"], rows.reshape(-1, 16), batch["id"].reshape(-1))
+            seen.update(rows=rows.dtype.name, nll=nll.dtype.name)
+            return jnp.mean(nll)
+
+        units = {"table": UnitOptions(cut_dim=-1, never_whole=True, uses=("embed", "head"))}
+        for output_dtype, rows in ((None, "bfloat16"), ("fp32", "float32"), ("bf16", "bfloat16")):
+            precision = MixedPrecision(param_dtype="bf16", output_dtype=output_dtype)
+            batch = {"id": shape(8, 16, dtype=jnp.int32)}
+            compile_step(loss, {"table": shape(vocab, 16)}, batch, "1x8", units=units, precision=precision)
+            assert seen == dict(rows=rows, nll="float32")
+
+    def test_outside_a_step_nothing_is_cast(self):
+        out = call(lambda w, x: x @ w["w"], self.PARAMS["inner"], self.BATCH["x"])
+        assert out.dtype == jnp.float32
+
+
+class TestBuffers:
+    BUFFERS = {
+        "position": np.arange(300, dtype=np.int32),
+        "mask": np.arange(300) % 3 == 0,
+        "count": np.full(4, 2**31 + 1, np.uint32),
+        "inner": {"rotary": np.cos(np.arange(64)).astype(np.float32)},
+        "mean": np.full(4, 1 / 3, np.float32),
+    }
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_buffers_keep_their_kind(self, accumulate):
+        """C-25: seen in bf16 where they are floating, stored as they were; 257 is no number of bf16."""
+        seen = {}
+
+        def loss(params, batch, key):
+            params, buffers = params
+            seen.update({name: b.dtype.name for name, b in (buffers | buffers["inner"]).items() if name != "inner"})
+            new = {**buffers, "mean": buffers["mean"].at[1].set(2)}
+            total = jnp.sum(buffers["inner"]["rotary"].astype(jnp.float32)) + buffers["position"][257]
+            return jnp.sum(unshard(params)["p"]) * total, jnp.float32(1), {}, new
+
+        tx, params = optax.sgd(0.0), {"p": np.ones(8, np.float32)}
+        plan = make_plan(params, submesh("1x8"), precision=MixedPrecision(buffer_dtype="bf16"))
+        state = TrainState.create(plan.place(params), tx, plan, buffers=self.BUFFERS)
+        step = train_step(loss, tx, plan, accumulate=accumulate)
+        for _ in range(2):
+            state, metrics = step(state, {"x": np.ones((16, 1), np.float32)})
+        assert seen == dict(position="int32", mask="bool", count="uint32", rotary="bfloat16", mean="bfloat16")
+        wanted = {**self.BUFFERS, "mean": np.float32([1 / 3, 2, 1 / 3, 1 / 3])}
+        for got, want in zip(jax.tree.leaves(state.buffers), jax.tree.leaves(wanted), strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want)
+    def test_a_unit_sees_its_buffers_as_its_own_options_say(self):
+        seen = {}
+
+        def loss(params, batch, key):
+            params, buffers = params
+            seen.update(rotary=buffers["inner"]["rotary"].dtype.name, mean=buffers["mean"].dtype.name)
+            return jnp.sum(unshard({"p": params["p"]})["p"])
+
+        params = {"p": np.ones(8, np.float32), "inner": {"w": np.ones(8, np.float32)}}
+        units = {"inner": UnitOptions(precision=MixedPrecision(buffer_dtype="bf16"))}
+        plan, tx = make_plan(params, submesh("1x8"), units=units), optax.sgd(1.0)
+        state = TrainState.create(plan.place(params), tx, plan, buffers=self.BUFFERS)
+        train_step(loss, tx, plan)(state, {"x": np.ones((8, 1), np.float32)})
+        assert seen == dict(rotary="bfloat16", mean="float32")
 
 
 class TestNames:
