@@ -92,6 +92,21 @@ def test_the_recent_rate_forgets_and_the_mean_does_not(clock):
     assert (throughput.recent, throughput.mean) == (10, 5)
 
 
+def test_waiting_for_data_is_counted_for_each_process_alone(clock):
+    throughput = Throughput(1, clock=clock)
+
+    def slow():
+        for _ in range(3):
+            clock.advance(2.0)
+            yield
+
+    for _ in throughput.waits(slow()):
+        clock.advance(3.0)
+        throughput.step((), tokens=1, places=1)
+    # The first batch is read while the model is made, and the first step compiles: neither is in a mean step.
+    assert throughput.of_process() == dict(compile_s=5.0, step_s=5.0, data_s=2.0)
+
+
 # Records
 
 

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from jfsdp import processes
+import train
+from jfsdp import cli, processes
 from jfsdp.processes import Group, detect, local_devices
 from tests import process_scenarios
 
@@ -236,6 +237,64 @@ def test_a_warning_has_the_index_of_its_process(together):
 
 
 @pytest.fixture
+def one_of_two(monkeypatch):
+    """As in process 1 of 2; gives the codes with which it left."""
+    left = []
+    monkeypatch.setattr(processes, "_here", Group(source="a test", count=2, index=1))
+    monkeypatch.setattr(processes, "leave", left.append)
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: left.append(f"waited {seconds} s"))
+    return left
+
+
+@pytest.mark.parametrize(
+    ("error", "left", "said"),
+    [
+        (SystemExit(2), [2], ""),
+        (SystemExit(0), [], ""),
+        (SystemExit(), [], ""),
+        (KeyError("mesh"), [1], r"process 1 of 2: failed\nTraceback .*KeyError: 'mesh'"),
+        (
+            jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection closed by peer\nmore"),
+            ["waited 35 s", 1],
+            "process 1 of 2: error: a collective failed, so another process has ended.* by peer",
+        ),
+    ],
+    ids=["refused", "ended", "ended, no code", "mistake", "another one is gone"],
+)
+def test_a_process_that_fails_leaves_at_once(one_of_two, capsys, error, left, said):
+    with pytest.raises(type(error)), processes.together():
+        raise error
+    assert one_of_two == left
+    assert re.search(said, capsys.readouterr().err, re.DOTALL)
+
+
+def test_alone_it_ends_as_ever(capsys):
+    with pytest.raises(KeyError), processes.together():
+        raise KeyError("mesh")
+    assert capsys.readouterr().err == ""
+
+
+def test_processes_that_do_not_fit_are_refused(capsys):
+    """Before JAX starts, with exit code 2; the mesh counts the devices of all processes."""
+    for words, message in (
+        ("--coordinator h:1 --dry-run", "--coordinator given, but not --num-processes and --process-id"),
+        ("--hang-timeout 0", "hang_timeout is 0.0; use seconds above 0, or None"),
+    ):
+        with pytest.raises(SystemExit) as exit:
+            train.main(words.split())
+        assert exit.value.code == 2 and message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="9 simulated devices do not split equally over 2 processes. Simulate 8 or 10"):
+        cli.start(cli.DeviceConfig(simulate=9), 2)
+    with pytest.raises(ValueError, match="mesh 1x8 has devices of 1 of the 2 processes only. Use a mesh over all 8"):
+        cli.start(cli.DeviceConfig(mesh="1x8"), 2)
+
+
+def test_a_dry_run_tells_what_was_detected(capsys):
+    assert train.main(["--dry-run", "--model", "llama-tiny"]) == 0
+    assert "processes  1 (neither torchrun, Open MPI, Slurm, a Kubernetes job nor" in capsys.readouterr().out
+
+
+@pytest.fixture
 def options(tmp_path) -> list[str]:
     """A run that takes seconds, and would take 9 steps."""
     config = dict(model_type="llama", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -286,5 +345,4 @@ def test_without_a_launcher_the_others_end_when_the_heartbeat_stops(options, tmp
     said = [one.communicate(timeout=240)[1] for one in both]
     assert time.time() - float(Path(options[3]).with_name("fault").read_text()) < 60
     assert both[1].returncode == -9 and both[0].returncode != 0
-    assert "process 0 of 2: error: a collective failed, so another process has ended" in said[0]
     assert re.search(r"stopped sending heartbeats\):\s+1\b|Task 1 heartbeat timeout", said[0])
