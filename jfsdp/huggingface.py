@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.layout import ParamLayout, Plan
-from jfsdp.lora import ADAPTERS, BASE, merge
+from jfsdp.lora import ADAPTERS, BASE, LoraOptions, merge
 from jfsdp.precision import parse_dtype
 from jfsdp.safetensors import MAX_FILE_BYTES, Entry, Tensor, read_safetensors, write_safetensors, write_text
 
@@ -96,6 +96,47 @@ def save_pretrained(
         write_text(folder / "config.json", json.dumps(written, indent=2) + "\n")
         for path in _tokenizer_files(base):
             shutil.copy(path, folder / path.name)
+    return files
+
+
+def save_adapter(
+    folder: str | Path, params: Any, plan: Plan, family: Any, options: LoraOptions, *, base: str | Path | None = None
+) -> list[Path]:
+    """Write the adapters alone, in fp32, as a folder that `peft` loads onto the base model; gives its weight files.
+
+    base: what the adapter was trained on, as `peft` shall find it: a folder or a name on the hub.
+    Raises: ValueError when the model has no adapters.
+    """
+    values = dict(zip((leaf.path for leaf in plan.leaves), jax.tree.leaves(params), strict=True))
+    layouts = {leaf.path: leaf for leaf in plan.leaves}
+    modules, out, is_writer = set(), [], jax.process_index() == 0
+
+    def fetch(leaf: ParamLayout, layer: int) -> np.ndarray:
+        return fetch_layer(values[leaf.path], leaf, plan, layer).T.astype(np.float32)
+
+    for one in name_parameters(plan, family):
+        adapters = [layouts[path] for path in _adapter_paths(one.leaf) if path in layouts]
+        for layer, name in enumerate(one.names if adapters else []):
+            modules.add(module := name.removesuffix(".weight"))
+            for leaf, theirs in zip(adapters, ("lora_A", "lora_B")):
+                path = f"base_model.model.{module}.{theirs}.weight"
+                out.append(Entry(path, leaf.shape[::-1], np.dtype(np.float32), partial(fetch, leaf, layer)))
+    if not out:
+        raise ValueError("this model has no adapters. Make it with add_lora, or export it with save_pretrained.")
+    files = write_safetensors(folder, out, stem="adapter_model", is_writer=is_writer)
+    if is_writer:
+        written = {
+            "peft_type": "LORA",
+            "task_type": "SEQ_2_SEQ_LM" if getattr(family, "READS_PAIRS", False) else "CAUSAL_LM",
+            "base_model_name_or_path": None if base is None else str(base),
+            "r": options.rank,
+            "lora_alpha": options.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": not any(transposed for name, transposed in family.NAMES.values() if "{}" in name),
+            "target_modules": sorted(modules),
+        }
+        write_text(Path(folder) / "adapter_config.json", json.dumps(written, indent=2) + "\n")
     return files
 
 

@@ -2,7 +2,7 @@
 
 Owns how adapters get into any Flax NNX model, which parameters are then trained, and how they are merged or written
 as a PEFT adapter. A frozen base is sharded and gathered like everything else, but never reduced, and has no optimizer
-state; the engine knows it by `make_plan(trainable=...)`.
+state: `init_sharded(lambda: add_lora(make_model(), ...), mesh=mesh, trainable=LoraParam)`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jfsdp.stack import Stack
 
@@ -63,6 +64,10 @@ def parse_lora(text: str) -> LoraOptions:
     return LoraOptions(**{"alpha": 2.0 * options["rank"], **options})
 
 
+class LoraParam(nnx.Param):
+    """A parameter of an adapter: what is trained, `trainable=LoraParam`."""
+
+
 class Adapted(nnx.Module):
     """A linear layer with its adapter: `base(x) + x @ lora_a @ lora_b * scale`.
 
@@ -76,8 +81,8 @@ class Adapted(nnx.Module):
         d_in, d_out = base.kernel.shape[-2:]
         # As PEFT starts them: uniform within the root of 1 / d_in, and zeros, so that nothing changes at first.
         bound, shape = d_in**-0.5, (*stack, d_in, options.rank)
-        self.lora_a = nnx.Param(jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound))
-        self.lora_b = nnx.Param(jnp.zeros((*stack, options.rank, d_out), jnp.float32))
+        self.lora_a = LoraParam(jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound))
+        self.lora_b = LoraParam(jnp.zeros((*stack, options.rank, d_out), jnp.float32))
 
     def __call__(self, x: Array) -> Array:
         a, b = self.lora_a[...], self.lora_b[...]
@@ -86,12 +91,19 @@ class Adapted(nnx.Module):
         return y + ((h @ a @ b) * self.scale).reshape(y.shape).astype(y.dtype)
 
 
-def add_lora(model: nnx.Module, options: LoraOptions, *, rngs: nnx.Rngs) -> nnx.Module:
+def add_lora(
+    model: nnx.Module, options: LoraOptions, *, rngs: nnx.Rngs, base_dtype: DTypeLike | None = None
+) -> nnx.Module:
     """Put adapters beside the targeted matrices of a model, in place; gives the model.
 
     A matrix is a module with a two-dimensional `kernel`, such as `nnx.Linear`.
+
+    base_dtype: stores what is not trained in this dtype, for instance the one it computes in; None leaves it.
     Raises: ValueError for a target that no matrix's path ends with.
     """
+    if base_dtype is not None:
+        cast = jax.tree.map(lambda w: w.astype(base_dtype), nnx.state(model, nnx.Param))
+        nnx.update(model, cast)
     stacks = {id(m.each): m.num_layers for _, m in nnx.iter_modules(model) if isinstance(m, Stack)}
     layers_of: dict[int, int] = {}
     for _, module in list(nnx.iter_modules(model)):
@@ -113,11 +125,6 @@ def add_lora(model: nnx.Module, options: LoraOptions, *, rngs: nnx.Rngs) -> nnx.
         known = sorted({where.rpartition(".")[2] for where in found})
         raise ValueError(f"lora: no layer is called {', '.join(lost)}. Use some of {', '.join(known)}, or all.")
     return model
-
-
-def is_adapter(path: str) -> bool:
-    """Whether the parameter at a path belongs to an adapter: what is trained, `make_plan(trainable=is_adapter)`."""
-    return path.rpartition(".")[2] in ADAPTERS
 
 
 def merge(kernel: np.ndarray, a: np.ndarray, b: np.ndarray, *, scale: float) -> np.ndarray:
