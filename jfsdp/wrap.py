@@ -34,7 +34,7 @@ from jfsdp.policy import Policy
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import Stack, checkpointed
 from jfsdp.strategy import ShardingStrategy
-from jfsdp.unit import Unavailable, call, is_sharded, unshard
+from jfsdp.unit import Unavailable, call_uncast, is_sharded, unshard
 from jfsdp.vocab import Embed, Head
 
 
@@ -47,6 +47,8 @@ class _Mark:
     mesh: Mesh | None = None
     ignored: Callable[[str], bool] | None = None
     trainable: Any = nnx.Param
+    is_entered: bool = False
+    """The whole model inside a step, whose calls cast although its parameters are gathered already."""
 
 
 def fully_shard(
@@ -206,6 +208,8 @@ class _ModuleDoor(Door):
         _follow_examples(module, axes)
         if not self._is_training:
             module.eval()
+        if hasattr(module, "fsdp"):
+            module.fsdp = replace(module.fsdp, is_entered=True)
         return module
 
     def leave(self, module, buffers, returned):
@@ -224,9 +228,7 @@ class _ModuleDoor(Door):
         return nnx.merge(self._graph, *states)
 
     def evaluating(self) -> _ModuleDoor:
-        return _ModuleDoor(
-            self._graph, self._params, self._rest, kept=self._kept, make=self._make, is_training=False
-        )
+        return _ModuleDoor(self._graph, self._params, self._rest, kept=self._kept, make=self._make, is_training=False)
 
 
 def _mark(module: nnx.Module, mark: _Mark) -> None:
@@ -264,9 +266,14 @@ def _run_unit(module: nnx.Module, method: Callable, args: tuple, kwargs: dict):
     own = [
         i for i, v in enumerate(values) if is_sharded(v) and not any(paths[i][: len(path)] == path for path in inner)
     ]
-    if not own:
+    precision = values[own[0]].layout.precision if own else module.fsdp.options.precision or MixedPrecision()
+    if not own and not module.fsdp.is_entered:
         return method(module, *args, **kwargs)
     given, given_tree = jax.tree.flatten((args, kwargs), is_leaf=is_sharded)
+    given = [a if is_sharded(a) else precision.cast_inputs(a) for a in given]
+    if not own:
+        args, kwargs = jax.tree.unflatten(given_tree, given)
+        return precision.cast_outputs(method(module, *args, **kwargs))
     moving = [i for i, a in enumerate(given) if isinstance(a, (jax.Array, np.ndarray))]
 
     def fn(weights, arrays):
@@ -280,15 +287,16 @@ def _run_unit(module: nnx.Module, method: Callable, args: tuple, kwargs: dict):
         return out, nnx.state(fresh, nnx.Not(nnx.Param))
 
     fn = checkpointed(fn, module.fsdp.options.remat)
-    out, rest = call(fn, [values[i] for i in own], [given[i] for i in moving])
+    out, rest = call_uncast(fn, [values[i] for i in own], [given[i] for i in moving])
     nnx.update(module, rest)
-    return out
+    return precision.cast_outputs(out)
 
 
 def _find_units(module: nnx.Module, variables: dict) -> dict[str, UnitOptions]:
     """Units by path prefix: each marked module, each `Stack`'s layers, each vocabulary table."""
     units: dict[str, UnitOptions] = {}
     tables: dict[int, tuple[UnitOptions, dict[str, str]]] = {}
+    marked = [_name(path) for path, node in nnx.iter_modules(module) if path and hasattr(node, "fsdp")]
     for path, node in nnx.iter_modules(module):
         name, mark = _name(path), getattr(node, "fsdp", None)
         options = UnitOptions() if mark is None or not path else mark.options
@@ -303,7 +311,7 @@ def _find_units(module: nnx.Module, variables: dict) -> dict[str, UnitOptions]:
         path = next(p for p in uses.values() if p in variables)
         units[path] = replace(options, cut_dim=-1, never_whole=True, uses=tuple(sorted(uses)))
     for stack in [name for name, options in units.items() if options.stacked]:
-        if inside := [name for name in units if name.startswith(stack + ".")]:
+        if inside := [name for name in marked if _is_under(name, stack)]:
             raise ValueError(
                 f"{inside[0]} is inside a Stack, which gathers layer by layer. Call fully_shard on the Stack instead."
             )

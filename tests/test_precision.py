@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision, parse_dtype
@@ -12,6 +13,7 @@ from jfsdp.stack import run_stack
 from jfsdp.step import TrainState, train_step
 from jfsdp.unit import call, unshard
 from jfsdp.vocab import cross_entropy, embed
+from jfsdp.wrap import fully_shard
 from tests.support import compile_step, shape, submesh
 
 
@@ -229,3 +231,65 @@ class TestNames:
             MixedPrecision(reduce_dtype="int8")
         with pytest.raises(ValueError, match="dtype bool is not a floating dtype"):
             parse_dtype(bool)
+
+
+class TestModules:
+    """The same for Flax modules whose calls are units."""
+
+    def seen(self, root, unit, batch=TestCalls.BATCH):
+        seen = {}
+
+        class Inner(nnx.Module):
+            def __init__(self):
+                self.kernel = nnx.Param(jnp.eye(8))
+                self.mean = nnx.BatchStat(jnp.full(8, 1 / 3))
+
+            def __call__(self, x, ids, scale):
+                seen.update(x=x.dtype.name, ids=ids.dtype.name, scale=type(scale), mean=self.mean[...].dtype.name)
+                return x @ self.kernel[...] * scale
+
+        class Model(nnx.Module):
+            def __init__(self):
+                self.inner = Inner()
+
+            def __call__(self, x, ids):
+                seen.update(root=x.dtype.name)
+                out = self.inner(x, ids, scale=2.0)
+                seen.update(inner_out=out.dtype.name)
+                return out
+
+        def loss(model, batch, key):
+            out = model(batch["x"], batch["id"])
+            seen.update(out=out.dtype.name)
+            return jnp.mean(out.astype(jnp.float32) ** 2)
+
+        model = Model()
+        fully_shard(model.inner, mp_policy=MixedPrecision(**unit))
+        fully_shard(model, mesh=submesh("1x8"), mp_policy=MixedPrecision(**root))
+        tx = optax.sgd(1.0)
+        state = TrainState.create(model, tx)
+        state, _ = train_step(loss, tx, state.plan)(state, batch)
+        mean = state.buffers["inner"]["mean"]
+        assert mean.dtype == jnp.float32
+        np.testing.assert_array_equal(mean, np.full(8, 1 / 3, np.float32))
+        return seen
+
+    @pytest.mark.parametrize(
+        ("root", "unit", "wanted"),
+        [
+            ({}, {}, dict(root="float32", x="float32", inner_out="float32", out="float32", mean="float32")),
+            (
+                dict(param_dtype="bf16", output_dtype="fp32"),
+                dict(param_dtype="fp32", output_dtype="bf16", buffer_dtype="bf16"),
+                dict(root="bfloat16", x="float32", inner_out="bfloat16", out="float32", mean="bfloat16"),
+            ),
+            (
+                dict(param_dtype="bf16", cast_forward_inputs=False),
+                dict(param_dtype="bf16"),
+                dict(root="float32", x="bfloat16", inner_out="bfloat16", out="bfloat16", mean="float32"),
+            ),
+        ],
+    )
+    def test_calls_of_the_root_and_of_a_unit_cast_as_each_was_told(self, root, unit, wanted):
+        """C-25 too: a statistic seen in bf16 and not changed stays bitwise as it was."""
+        assert self.seen(root, unit) == {**wanted, "ids": "int32", "scale": float}
