@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jfsdp.order import Prefetch
 from jfsdp.precision import MixedPrecision
 from jfsdp.strategy import Placement, ShardingStrategy, resolve
 
@@ -181,6 +182,7 @@ class Plan:
     units: Mapping[str, UnitOptions] = field(default_factory=dict)
     precision: MixedPrecision = MixedPrecision()
     """Dtypes of units that say nothing of their own."""
+    prefetch: Prefetch = Prefetch()
     door: Door = Door()
     """How a loss sees parameters and buffers (as a module, for the NNX door)."""
 
@@ -283,13 +285,16 @@ def make_plan(
     precision: MixedPrecision = MixedPrecision(),
     units: Mapping[str, UnitOptions] | None = None,
     trainable: Callable[[str], bool] = lambda path: True,
+    prefetch: Prefetch = Prefetch(),
     door: Door = Door(),
 ) -> Plan:
     """Lay out a pytree of arrays or `jax.ShapeDtypeStruct` on `mesh`.
 
     units: options by path prefix ("blocks", "embed"); the longest match wins and the rest is the root unit "", which
         stays gathered from forward to backward unless its own options say otherwise.
-    trainable: whether the parameter at a path is trained; the others are sharded and gathered, never reduced or updated.
+    trainable: whether the parameter at a path is trained; the others are sharded and gathered, never reduced or
+        updated.
+    prefetch: how far units that are called one by one are gathered ahead; a stack's `Schedule` is its own.
     Raises: ValueError for a prefix that matches no parameter and for a stacked unit whose leaves have unequal numbers
         of layers, TypeError for a trained parameter that is not floating.
     """
@@ -310,7 +315,8 @@ def make_plan(
         own = _placement(options, strategy, mesh)
         layouts.append(_layout(path, unit, leaf, options, own, options.precision or precision, trainable(path)))
     _check_layers(layouts)
-    return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, precision, door)
+    prefetch.check(tuple({leaf.unit for leaf in layouts}))
+    return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, precision, prefetch, door)
 
 
 def _placement(options: UnitOptions, strategy, mesh: Mesh) -> Placement:

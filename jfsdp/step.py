@@ -35,7 +35,9 @@ from jfsdp import collectives, randomness
 from jfsdp import ema as averages
 from jfsdp.gpu import compiler_options
 from jfsdp.layout import Door, Plan, path_name
+from jfsdp.mesh import REPLICA, SHARD
 from jfsdp.optim import Optimizer, global_norm, gradient_sums
+from jfsdp.order import Order
 from jfsdp.precision import LossScale, ScaleState, cast_floating, wide
 from jfsdp.unit import Regime, empty_slot, enter, track
 from jfsdp.wrap import take
@@ -280,7 +282,7 @@ class TrainStep:
         local = jax.shard_map(
             self._local_gradients,
             mesh=plan.mesh,
-            axis_names=set(axes),
+            axis_names={REPLICA, SHARD},
             in_specs=(plan.map(lambda leaf: leaf.rest_spec), everywhere, PartitionSpec(axes), everywhere, everywhere),
             out_specs=([leaf.shard_spec for leaf in self.trained], everywhere, everywhere, everywhere),
         )
@@ -467,7 +469,7 @@ def eval_step(loss: Callable, plan: Plan) -> Callable:
     sharded = jax.shard_map(
         local,
         mesh=plan.mesh,
-        axis_names=set(axes),
+        axis_names={REPLICA, SHARD},
         in_specs=(plan.map(lambda leaf: leaf.rest_spec), PartitionSpec(axes), everywhere),
         out_specs=(everywhere, everywhere),
     )
@@ -604,7 +606,8 @@ def _enter(plan: Plan, params, slots, held, regime: Regime):
         jax.tree.leaves(t, is_leaf=lambda x: x is None)
         for t in (params, none if slots is None else slots, none if held is None else held)
     ]
-    entered = [enter(w, slot, h, leaf, regime) for leaf, w, slot, h in zip(plan.leaves, *flat)]
+    order = Order(plan.prefetch)
+    entered = [enter(w, slot, h, leaf, regime, order) for leaf, w, slot, h in zip(plan.leaves, *flat)]
     return jax.tree.unflatten(jax.tree.structure(plan.layouts), entered)
 
 

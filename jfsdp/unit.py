@@ -27,7 +27,7 @@ no communication, all of the bytes). The all-reduce over replicas runs only in t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jfsdp import collectives
 from jfsdp.layout import ParamLayout
+from jfsdp.order import Order
 from jfsdp.residuals import Arrays, Split, hoist, is_floating, spread
 
 Maybe = Sequence[Array | None]
@@ -81,7 +82,7 @@ class Once:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("shard", "slot", "held", "sink"),
-    meta_fields=("layout", "regime", "once"),
+    meta_fields=("layout", "regime", "once", "order"),
 )
 @dataclass(frozen=True)
 class Sharded(Unavailable):
@@ -96,6 +97,7 @@ class Sharded(Unavailable):
     layout: ParamLayout
     regime: Regime
     once: Once
+    order: Order
 
     def explain(self):
         raise RuntimeError(
@@ -119,10 +121,18 @@ class Sharded(Unavailable):
 
 
 def enter(
-    shard: Array, slot: Array | None, held: Array | None, leaf: ParamLayout, regime: Regime = Regime()
+    shard: Array,
+    slot: Array | None,
+    held: Array | None,
+    leaf: ParamLayout,
+    regime: Regime = Regime(),
+    order: Order | None = None,
 ) -> Sharded:
-    """A parameter at the start of a loss. `slot` is None where no gradient is wanted (evaluation)."""
-    return Sharded(shard, slot, held, None, leaf, regime, Once())
+    """A parameter at the start of a loss. `slot` is None where no gradient is wanted (frozen, or evaluation).
+
+    order: shared by all parameters of one loss.
+    """
+    return Sharded(shard, slot, held, None, leaf, regime, Once(), order or Order())
 
 
 def empty_slot(leaf: ParamLayout, regime: Regime) -> Array:
@@ -209,20 +219,25 @@ def _call_and_free(fn: Callable, sharded: list[Sharded], tree, args):
     fn, consts = hoist(fn, stand_ins(layouts), x)
     consts = [collectives.vary(c, axes) if is_floating(c) else c for c in consts]
     trained = [p.sink is not None for p in sharded]
+    turn = sharded[0].order.next(layouts[0].unit)
     split: list[Split] = []
 
-    def forward(shards, sinks, x, consts):
+    def forward(shards, sinks, x, consts, tickets):
+        waits_for = [t for t, other in zip(tickets, turn.wires) if other in turn.after] or x
+        x, ticket = _tie(x, axes)
+        shards, _ = jax.lax.optimization_barrier((shards, waits_for))  # See Note [Tickets]
         weights = collectives.gather(shards, layouts)
         wanted = (trained, [is_floating(c) for c in consts], [])
         split.append(Split(lambda w, x, c, _: fn(c, w, x), weights, x, consts, [], wanted))
         out, saved = split[-1].forward(weights, x, consts, [])
-        return out, (collectives.keep(weights, shards, layouts), saved, x, consts)
+        return (out, ticket), (collectives.keep(weights, shards, layouts), saved, x, consts)
 
     def backward(residuals, cotangents):
-        kept, saved, x, consts = residuals
+        (kept, saved, x, consts), (cotangents, opened) = residuals, cotangents
         # The barrier keeps the compiler from finding the forward pass's gather again and holding on to its result, and
-        # from gathering for the backward pass before it has begun.
-        kept, cotangents = jax.lax.optimization_barrier((kept, cotangents))
+        # from gathering for the backward pass before it is this unit's turn.
+        kept, _ = jax.lax.optimization_barrier((kept, opened if turn.is_opened else cotangents))
+        cotangents, opening = _tie(cotangents, axes)
         weights = collectives.gather_again(kept, layouts)
         to_weights, to_x, to_consts, _ = split[-1].pullback(weights, saved, consts, [], cotangents)
         return (
@@ -230,12 +245,19 @@ def _call_and_free(fn: Callable, sharded: list[Sharded], tree, args):
             _to_sinks(spread(to_weights, trained), sharded),
             fill_integers(to_x, x),
             fill_integers(to_consts, consts),
+            [opening if other in turn.opens else jnp.zeros_like(opening) for other in turn.wires],
         )
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
     run.defvjp(forward, backward)
-    out = run([p.shard for p in sharded], [p.sink for p in sharded], x, consts)
+    tickets = [other.ticket for other in turn.wires]
+    out, turn.ticket = run([p.shard for p in sharded], [p.sink for p in sharded], x, consts, tickets)
     return jax.tree.unflatten(out_tree[-1], out)
+
+
+def _tie(arrays, axes: tuple[str, ...]):
+    """The same arrays, and a ticket that is there when they are."""
+    return jax.lax.optimization_barrier((arrays, collectives.vary(jnp.zeros((), jnp.float32), axes)))
 
 
 def _flat_call(fn, tree, x_tree, out_tree, weights, x):
@@ -292,7 +314,7 @@ def _track_unit(params: list[Sharded]) -> list[Sharded]:
     enter_unit = jax.custom_vjp(places)
     enter_unit.defvjp(forward, backward, symbolic_zeros=True)
     pairs = enter_unit([p.slot for p in params], [p.held for p in params])
-    return [Sharded(p.shard, slot, None, sink, p.layout, regime, p.once) for p, (sink, slot) in zip(params, pairs)]
+    return [replace(p, slot=slot, held=None, sink=sink) for p, (sink, slot) in zip(params, pairs)]
 
 
 def _to_sinks(grads: Arrays, params: list[Sharded]) -> list:

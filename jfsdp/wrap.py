@@ -30,6 +30,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jfsdp import randomness
 from jfsdp.layout import Door, Plan, UnitOptions, make_plan
+from jfsdp.order import Prefetch
 from jfsdp.policy import Policy
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import Stack, checkpointed
@@ -47,6 +48,7 @@ class _Mark:
     mesh: Mesh | None = None
     ignored: Callable[[str], bool] | None = None
     trainable: Any = nnx.Param
+    prefetch: Prefetch = Prefetch()
     is_entered: bool = False
     """The whole model inside a step, whose calls cast although its parameters are gathered already."""
 
@@ -62,6 +64,7 @@ def fully_shard(
     ignored_params: Callable[[str], bool] | None = None,
     auto_wrap_policy: Policy | None = None,
     trainable: Any = nnx.Param,
+    prefetch: Prefetch = Prefetch(),
     remat: str | tuple[str, ...] = "none",
 ) -> nnx.Module:
     """Make a module a unit, in place: its parameters are sharded, its call gathers, computes and frees. Gives it back.
@@ -76,6 +79,7 @@ def fully_shard(
     shard_placement_fn: `(path, shape) -> dim to cut`, None for the usual choice.
     ignored_params: `path -> bool`; those are kept whole on every device, and their gradients all-reduced.
     trainable: an NNX filter (a Variable type, a predicate); other parameters are frozen.
+    prefetch: for the whole model: how far units that are called one by one are gathered ahead.
     remat: activation checkpointing of the unit's call, see `stack.checkpointed`; adds no gather.
     Raises: TypeError for what is no NNX module, ValueError for options that do not fit the mesh.
     """
@@ -95,7 +99,8 @@ def fully_shard(
         nodes = {_name(path): node for path, node in nnx.iter_modules(module)}
         for name, chosen in auto_wrap_policy(module).items():
             _mark(nodes[name], _Mark(options=chosen))
-    _mark(module, _Mark(options=options, mesh=mesh, ignored=ignored_params, trainable=trainable))
+    whole = dict(mesh=mesh, ignored=ignored_params, trainable=trainable, prefetch=prefetch)
+    _mark(module, _Mark(options=options, **whole))
     if mesh is not None and not _is_abstract(module):
         _place(module, plan_of(module))
     return module
@@ -115,8 +120,8 @@ def register_fsdp_forward_method(module: nnx.Module, name: str) -> None:
 
 
 def init_sharded(make_model: Callable[[], nnx.Module], **options) -> tuple[Any, Plan]:
-    """Create a model's parameters sharded, as `fully_shard(make_model(), **options)` would have them, without any device
-    ever holding the model; gives them, as nested dicts, with the plan that the step needs.
+    """Create a model's parameters sharded, as `fully_shard(make_model(), **options)` would have them, without any
+    device ever holding the model; gives them, as nested dicts, with the plan that the step needs.
 
     make_model: builds the module, whose parts may be units already; traced, never run on one device. Start values
         follow from its keys alone and are the same on every mesh.
@@ -159,6 +164,7 @@ def plan_of(module: nnx.Module, make_model: Callable[[], nnx.Module] | None = No
         precision=root.precision or MixedPrecision(),
         units=units,
         trainable=lambda name: is_trained(tuple(name.split(".")), variables[name]),
+        prefetch=mark.prefetch,
         door=_ModuleDoor(graph, params, rest, kept=frozenset() if asked else frozenset({"", *shared}), make=make_model),
     )
 

@@ -1,5 +1,7 @@
 """Any Flax module, unchanged: blocks in a Python loop, nested and shared units, frozen parts, dropout, batch norms."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jfsdp import audit
+from jfsdp import audit, randomness
 from jfsdp.layout import UnitOptions
 from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from jfsdp.precision import MixedPrecision
@@ -244,7 +246,9 @@ class TestAfterForward:
         with jax.enable_x64(True):
             return train_alone(Model(), batch_of(), optax.sgd(0.1), 5)[0]
 
-    @pytest.mark.parametrize(("mesh", "strategy", "kept"), [("1x8", None, 4), ("2x4", "FULL_SHARD", 4), ("1x8", None, 2)])
+    @pytest.mark.parametrize(
+        ("mesh", "strategy", "kept"), [("1x8", None, 4), ("2x4", "FULL_SHARD", 4), ("1x8", None, 2)]
+    )
     def test_a_number_gathers_again_inside_small_groups(self, mesh, strategy, kept, want):
         """ZeRO++ hpZ: the forward gather spans all shards, the backward one groups of neighbours."""
         model = Model()
@@ -254,8 +258,12 @@ class TestAfterForward:
         tx = optax.sgd(0.1)
         state = TrainState.create(model, tx)
         step = train_step(loss, tx, state.plan)
-        gathers = [c for c in audit.lowered_collectives(step.lower(state, batch_of()), state.plan.mesh) if c.kind == "all-gather"]
-        sizes = sorted({len(c.groups[0]) for c in gathers})
+        gathers = [
+            c
+            for c in audit.lowered_collectives(step.lower(state, batch_of()), state.plan.mesh)
+            if c.kind == "all-gather"
+        ]
+        sizes = sorted({c.group_size for c in gathers})
         assert sizes == [kept, 8]
         for _ in range(5):
             state, _ = step(state, batch_of())
@@ -287,7 +295,9 @@ class TestPolicies:
     """C-66."""
 
     def test_a_class_that_is_not_there_lists_those_that_are(self):
-        with pytest.raises(ValueError, match="no module is a DecoderLayr. The model has modules of the classes Block, Linear"):
+        with pytest.raises(
+            ValueError, match="no module is a DecoderLayr. The model has modules of the classes Block, Linear"
+        ):
             fully_shard(Model(), mesh=submesh("1x8"), auto_wrap_policy=ModuleWrapPolicy({"DecoderLayr"}))
 
     def test_a_threshold_above_the_model_says_how_large_it_is(self):
@@ -316,7 +326,7 @@ class TestPolicies:
         by_path = {leaf.path: leaf for leaf in plan_of(model).leaves}
         assert by_path["blocks.1.up.kernel"].param_dtype == jnp.bfloat16
         assert by_path["out.kernel"].dim is None and by_path["out.kernel"].param_dtype == DTYPE
-        with pytest.raises(ValueError, match="the policy chose none of the modules: blocks.0.up"):
+        with pytest.raises(ValueError, match="the policy chose none of the modules: blocks.0.down"):
             fully_shard(Model(), mesh=submesh("1x8"), auto_wrap_policy=CustomPolicy(lambda path, module: False))
 
 
@@ -353,7 +363,8 @@ class TestFrozen:
         assert sum(a.size for a in jax.tree.leaves(state.opt_state[0].mu)) == 512
         step = train_step(loss, tx, state.plan)
         moved = audit.lowered_collectives(step.lower(state, batch), state.plan.mesh)
-        assert sum(c.bytes for c in moved if c.kind == "reduce-scatter") == 512 * 8 // 8
+        reduced = [a for c in moved if c.kind == "reduce-scatter" for a in c.operands]
+        assert sum(math.prod(a.shape) for a in reduced) == 512
         for _ in range(5):
             state, metrics = step(state, batch)
         want, _ = train_alone(One(), batch, tx, 5, loss=loss, wrt=nnx.LoRAParam)
@@ -427,10 +438,10 @@ class TestRandomness:
 
         def loss(model, batch, key):
             mask = model.drop(jnp.ones((batch.shape[0], 1000), DTYPE))
-            at = jax.lax.axis_index(("replica", "shard")) * batch.shape[0]
+            at = randomness.current().first
             # A buffer that differs between devices is averaged: each writes its rows, times the number of devices.
             n = 8 // batch.shape[0]
-            rows = jax.lax.dynamic_update_slice(jnp.zeros((8, 1000), DTYPE), mask * n, (at, 0))
+            rows = jax.lax.dynamic_update_slice(jnp.zeros((8, 1000), DTYPE), mask * n, (at, jnp.zeros_like(at)))
             model.seen.set_value(rows)
             return (mask * model.w[...]).mean()
 
@@ -463,17 +474,17 @@ class TestState:
                 self.out = linear(WIDTH, 13, rngs)
 
             def __call__(self, x):
-                return self.out(self.norm(self.inner(x)))
+                return self.out(self.inner(self.norm(x)))
 
         tx, model = optax.sgd(0.1), Normed()
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         for _ in range(4):
 
-            def objective(params, rest=rest):
-                module = nnx.merge(graph, params, rest)
+            def objective(params, rest):
+                module = nnx.merge(graph, params, jax.tree.map(lambda a: a, rest))
                 return loss(module, batch_of(), None), nnx.state(module, nnx.Not(nnx.Param))
 
-            grads, rest = jax.grad(objective, has_aux=True)(params)
+            grads, rest = jax.jit(jax.grad(objective, has_aux=True))(params, rest)
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
         model = Normed()
@@ -498,7 +509,9 @@ class TestState:
 
         model = Counting()
         fully_shard(model.block)
-        state, _ = train(fully_shard(model, mesh=submesh("1x8")), batch_of(), optax.sgd(0.1), 3, loss=loss, accumulate=2)
+        state, _ = train(
+            fully_shard(model, mesh=submesh("1x8")), batch_of(), optax.sgd(0.1), 3, loss=loss, accumulate=2
+        )
         assert np.array_equal(state.buffers["positions"], np.arange(300))
         assert state.buffers["mask"].tolist() == [True, False] and int(state.buffers["calls"]) == 6
 
@@ -571,7 +584,7 @@ class TestSmallCases:
     def test_units_inside_a_stack_are_refused(self):
         model = Noisy()
         fully_shard(model.blocks.each)
-        with pytest.raises(ValueError, match="blocks.each is inside a Stack|is inside a Stack"):
+        with pytest.raises(ValueError, match="blocks.each is inside a Stack"):
             fully_shard(model, mesh=submesh("1x8"))
 
     def test_a_stack_takes_options(self):
