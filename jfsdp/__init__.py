@@ -2,6 +2,7 @@
 
 from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
 from jfsdp.mesh import make_mesh, simulate_devices
+from jfsdp.order import Prefetch
 from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.schedule import Schedule
@@ -22,6 +23,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "ParamLayout",
     "Plan",
+    "Prefetch",
     "Schedule",
     "ShardingStrategy",
     "Stack",

@@ -41,9 +41,8 @@ def gather(shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:
 def keep(weights: Sequence[Array], shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:
     """What `gather_again` needs of one unit: `[.., d, ..] -> [.., d/regather, ..]` of the gathered weights where the
     placement keeps more than the shard (hpZ), else the shard. Moves nothing."""
-    return [
-        _own_part(_pad(w, leaf), leaf) if _regathers(leaf) else shard for w, shard, leaf in zip(weights, shards, layouts)
-    ]
+    units = zip(weights, shards, layouts)
+    return [_own_part(_pad(w, leaf), leaf) if _regathers(leaf) else shard for w, shard, leaf in units]
 
 
 def gather_again(kept: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:

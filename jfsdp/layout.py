@@ -390,7 +390,8 @@ def _layout(
     if options.uses:
         reason = reason.replace("asked for", "a vocabulary's width")
     reason = reason if trainable else f"{reason}; frozen"
-    return ParamLayout(path, unit, shape, layers, dtype, dim, padded, reason, options.never_whole, placement, precision, trainable)
+    cut = (dim, padded, reason, options.never_whole)
+    return ParamLayout(path, unit, shape, layers, dtype, *cut, placement, precision, trainable)
 
 
 def _choose_dim(

@@ -67,7 +67,8 @@ class Turn:
 
 
 class Order:
-    """The calls so far, apart for every level of tracing: a ticket is of no use outside its own. Compared by identity."""
+    """The calls so far, apart for every level of tracing, as a ticket is of no use outside its own. Compared by
+    identity."""
 
     def __init__(self, prefetch: Prefetch = Prefetch()):
         self.prefetch = prefetch

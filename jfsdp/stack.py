@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jfsdp import collectives
