@@ -14,17 +14,27 @@ receives B (n-1)/n and an all-reduce 2B (n-1)/n. U units of P bytes in all, S sh
     HYBRID_*        as above inside `shard`, and 2(P/S)(R-1)/R over `replica`
 
 Micro-batches multiply gathers and reduce-scatters (without no_sync), never the all-reduce over replicas.
+
+Note [Bytes kept]
+At the peak, early in the backward pass, a device holds its state, gradient shards (and those held for earlier
+micro-batches), what all layers saved, and the larger of two: the window of whole units (gathered ones, the gradient
+that was computed, the one that waits and its staging for the wire), or what layers work with. On GPUs loops are
+unrolled by two (`gpu.compiler_options`), so two layers are at work, and heap fragments come on top: 1.84 times one
+layer's working set (`footprint.py`), 1.5 without a late reduction or a scheduler that overlaps. A sharded vocabulary's table is copied once
+more, transposed for its rows. The two factors and the staging are fitted to compiled programs and nothing else is:
+`benchmarks/plan_accuracy.py` prints formula and compiler side by side.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from jfsdp.footprint import Layers
 from jfsdp.layout import ParamLayout, Plan
 from jfsdp.schedule import Schedule
 from jfsdp.vocab import SLICE_ROWS, STREAM_ABOVE
@@ -76,45 +86,85 @@ def traffic(
     return [m for m in moves if m.received]
 
 
-def memory(plan: Plan, state, *, schedule: Schedule = Schedule(), saved_per_layer: int = 0) -> list[Kept]:
-    """What one device keeps, by category; compute's own working set (one block, one slice of logits) is left out.
+def memory(
+    plan: Plan,
+    state,
+    layers: Sequence[Layers],
+    *,
+    schedule: Schedule = Schedule(),
+    accumulate: int = 1,
+    no_sync: bool = False,
+    overlaps: bool = True,
+) -> list[Kept]:
+    """What one device keeps at the peak of a step, by category. See Note [Bytes kept].
 
     state: an abstract or real `TrainState`.
-    saved_per_layer: bytes that each layer saves for its backward pass (its input `[b, T, D]` under full activation
-        checkpointing).
+    layers: the footprint of each stack on one micro-batch; none leaves out what depends on the batch.
+    overlaps: whether the compiler schedules communication beside compute.
     """
-    stacked = [leaf for leaf in plan.leaves if leaf.layers is not None]
-    layers = stacked[0].layers if stacked else 0
-    one_unit = max(
-        (
-            sum(_bytes(leaf, leaf.param_dtype) for leaf in leaves)
-            for leaves in _units(plan).values()
-            if leaves[0].layers
-        ),
-        default=0,
-    )
-    staging = max(
-        (
-            sum(_bytes(leaf, leaf.reduce_dtype) for leaf in leaves)
-            for leaves in _units(plan).values()
-            if leaves[0].layers
-        ),
-        default=0,
-    )
-    alive = _alive(plan, schedule, layers)
-    grads = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.dtype.itemsize for leaf in plan.leaves)
-    return [
+    trained = [leaf for leaf in plan.leaves if leaf.trainable]
+    grads = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.dtype.itemsize for leaf in trained)
+    held = 0 if accumulate == 1 else grads
+    if accumulate > 1 and no_sync:
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if not leaf.never_whole)
+    window = _window(plan, schedule)
+    is_late = overlaps and schedule.late_reduce
+    factor = _AT_WORK if is_late else _AT_WORK_ALONE
+    at_work = max((one.backward for one in layers), default=0)
+    freed = sum(k.bytes for k in window) if _frees(plan) else window[1].bytes
+    kept = [
         Kept("parameters", device_bytes(state.params), "stored shards, fp32 masters"),
         Kept("optimizer", device_bytes(state.opt_state), "its own state, sharded as the parameters"),
         Kept("gradients", grads, "finished shards, stored dtype"),
-        Kept("gathered", alive * one_unit, f"{alive} units of {one_unit / 2**20:,.1f} MiB"),
+        Kept("held gradients", held, "whole" if no_sync else "shards, of earlier micro-batches"),
         Kept(
-            "gradients in flight",
-            (1 + schedule.late_reduce) * one_unit + staging,
-            "computed, waiting, and staged for the wire",
+            "saved activations",
+            sum((one.count - 1) * one.saved for one in layers),
+            " + ".join(f"{one.count - 1} layers x {one.saved / 2**20:,.1f} MiB, one at work" for one in layers),
         ),
-        Kept("saved activations", layers * saved_per_layer, f"{layers} layers x {saved_per_layer / 2**20:,.1f} MiB"),
+        *window,
+        Kept(
+            "layers at work",
+            max(0.0, factor * at_work - freed),
+            f"{factor} x {at_work / 2**20:,.1f} MiB, less the units that are freed",
+        ),
+        Kept("vocabulary", sum(_table_copy(leaf, plan) for leaf in plan.leaves), "a shard of the table, transposed"),
     ]
+    updated = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if _is_gathered_after(leaf))
+    beside = sum(k.bytes for k in kept[4:])
+    return [*kept, Kept("updated parameters", max(0.0, updated - beside), "whole beside the old ones, less the above")]
+
+
+def unit_bytes(plan: Plan) -> int:
+    """Bytes of one gathered layer of the largest stack; 0 without a stack."""
+    return max((_layer_bytes(leaves, "param_dtype") for leaves in _stacks(plan)), default=0)
+
+
+def _window(plan: Plan, schedule: Schedule) -> list[Kept]:
+    """Whole units: gathered ones, and gradients on their way."""
+    stacks = _stacks(plan)
+    if not stacks:
+        return [Kept("gathered", 0, "no stack of layers"), Kept("gradients in flight", 0, "")]
+    most = max(stacks, key=lambda leaves: _layer_bytes(leaves, "param_dtype"))
+    placement, size = most[0].placement, _layer_bytes(most, "param_dtype")
+    if placement.whole_at_rest:
+        gathered, words = size, "a layer's weights, cast"
+    elif placement.reshard_after_forward:
+        alive = min(schedule.prefetch + 1, most[0].layers)
+        gathered, words = alive * size, f"{alive} layers of {size / 2**20:,.1f} MiB"
+    else:
+        gathered = sum(leaves[0].layers * _layer_bytes(leaves, "param_dtype") for leaves in stacks)
+        words = "every layer, from forward to backward"
+    flight = 0.0
+    if any(leaf.trainable for leaf in most):
+        flight = size
+        if schedule.late_reduce and placement.shard_axes:
+            flight += size + _STAGED * _layer_bytes(most, "reduce_dtype")
+    return [Kept("gathered", gathered, words), Kept("gradients in flight", flight, "computed, waiting, staged")]
+
+
+_AT_WORK, _AT_WORK_ALONE, _STAGED = 1.84, 1.5, 0.4
+"""See Note [Bytes kept]."""
 
 
 def device_bytes(tree) -> int:
@@ -135,15 +185,16 @@ class _Unit:
         self, name: str, leaves: list[ParamLayout], plan: Plan, schedule: Schedule, accumulate: int, no_sync: bool
     ):
         self.name, self.leaves, self.schedule, self.micro = name or "root", leaves, schedule, accumulate
-        self.placement = plan.placement
+        self.placement = leaves[0].placement
         self.cut = [leaf for leaf in leaves if leaf.dim is not None]
         self.whole = [leaf for leaf in leaves if leaf.dim is None]
         self.layers = leaves[0].layers
         self.is_root = not name
+        self.trained = [leaf for leaf in leaves if leaf.trainable]
         self.reductions = 1 if no_sync and not leaves[0].never_whole else accumulate
 
     def plain(self) -> Iterator[Move] | list[Move]:
-        return [*self._gathers(), *self._reductions(self.cut), *self._after_reduction()]
+        return [*self._gathers(), *self._again(), *self._reductions(), *self._after_reduction()]
 
     def vocabulary(self, uses: tuple[str, ...], tokens: int) -> list[Move]:
         """A table used by row exchange, by a streamed head, or by both; see the notes in vocab.py."""
@@ -174,7 +225,7 @@ class _Unit:
                 moves += self._gathers(passes=2 if self.placement.reshard_after_forward else 1)
             reduced += 1
         for _ in range(reduced):
-            moves += self._reductions(self.cut)
+            moves += self._reductions()
         return moves + self._after_reduction()
 
     def _gathers(self, passes: float | None = None, why: str = "") -> list[Move]:
@@ -203,6 +254,8 @@ class _Unit:
     def _passes(self) -> tuple[float, str]:
         if not self.placement.reshard_after_forward:
             return 1, "forward; kept into backward"
+        if self.placement.regather:
+            return 1, "forward; gathered again inside small groups"
         if self.layers is None:
             return (1, "root, kept into backward") if self.is_root else (2, "forward and backward")
         unused = min(self.schedule.prefetch, self.layers)
@@ -210,10 +263,20 @@ class _Unit:
             2 * self.layers - 1 + unused
         ) / self.layers, f"forward and backward, last layer kept, {unused} gathered and not read"
 
-    def _reductions(self, leaves: list[ParamLayout]) -> list[Move]:
+    def _again(self) -> list[Move]:
+        """The second gather where it runs inside groups of `regather` neighbours."""
+        group = self.placement.regather
+        if not group or self.is_root or not self.cut:
+            return []
+        size = sum(_bytes(leaf, leaf.param_dtype) * (leaf.layers or 1) for leaf in self.cut)
+        dtype = self.cut[0].param_dtype.name
+        return [self._move("all-gather", dtype, self.micro, self.micro * _ring(size, group), f"groups of {group}")]
+
+    def _reductions(self) -> list[Move]:
         axes = self.placement.shard_axes
         out = []
-        for kind, which, times in (("reduce-scatter", leaves, 1), ("all-reduce", self.whole, 2)):
+        cut, whole = ([leaf for leaf in kind if leaf.trainable] for kind in (self.cut, self.whole))
+        for kind, which, times in (("reduce-scatter", cut, 1), ("all-reduce", whole, 2)):
             for dtype in sorted({leaf.reduce_dtype.name for leaf in which}):
                 size = sum(
                     _bytes(leaf, leaf.reduce_dtype) * (leaf.layers or 1)
@@ -236,18 +299,19 @@ class _Unit:
     def _after_reduction(self) -> list[Move]:
         """Over the replicas, and back to whole parameters under SHARD_OPT."""
         out = []
-        if self.placement.replica_axes:
-            size = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.reduce_dtype.itemsize for leaf in self.leaves)
+        if self.placement.replica_axes and self.trained:
+            size = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.reduce_dtype.itemsize for leaf in self.trained)
             received = 2 * _ring(size, self.placement.replicas)
-            dtype = self.leaves[0].reduce_dtype.name
+            dtype = self.trained[0].reduce_dtype.name
             out.append(
                 self._move("all-reduce", dtype, 1, received, "shards over replicas", self.placement.replica_axes)
             )
-        if self.placement.whole_at_rest and self.placement.shard_axes and self.cut:
-            size = sum(_bytes(leaf, leaf.dtype) * (leaf.layers or 1) for leaf in self.cut)
+        trained = [leaf for leaf in self.cut if leaf.trainable]
+        if self.placement.whole_at_rest and self.placement.shard_axes and trained:
+            size = sum(_bytes(leaf, leaf.dtype) * (leaf.layers or 1) for leaf in trained)
             out.append(
                 self._move(
-                    "all-gather", self.cut[0].dtype.name, 1, _ring(size, self.placement.shards), "updated parameters"
+                    "all-gather", trained[0].dtype.name, 1, _ring(size, self.placement.shards), "updated parameters"
                 )
             )
         return out
@@ -265,11 +329,33 @@ def _units(plan: Plan) -> dict[str, list[ParamLayout]]:
     return units
 
 
-def _alive(plan: Plan, schedule: Schedule, layers: int) -> int:
-    """Gathered units alive at once."""
-    if plan.placement.whole_at_rest or not layers:
+def _stacks(plan: Plan) -> list[list[ParamLayout]]:
+    return [leaves for leaves in _units(plan).values() if leaves[0].layers]
+
+
+def _layer_bytes(leaves: list[ParamLayout], dtype: str) -> int:
+    """Bytes of one layer of a unit in the dtype that its leaves name so."""
+    return sum(_bytes(leaf, getattr(leaf, dtype)) for leaf in leaves)
+
+
+def _frees(plan: Plan) -> bool:
+    """Whether stacks free gathered weights after the forward pass, or gather none."""
+    return all(
+        leaves[0].placement.reshard_after_forward or leaves[0].placement.whole_at_rest for leaves in _stacks(plan)
+    )
+
+
+def _is_gathered_after(leaf: ParamLayout) -> bool:
+    """Whether updated shards become whole parameters at the end of a step (SHARD_OPT)."""
+    return leaf.placement.whole_at_rest and bool(leaf.placement.shard_axes)
+
+
+def _table_copy(leaf: ParamLayout, plan: Plan) -> int:
+    """An embedding that is cut on its width is copied once, transposed, to look rows up."""
+    uses = plan.units[leaf.unit].uses if leaf.unit in plan.units else ()
+    if "embed" not in uses or leaf.dim is None or leaf.placement.whole_at_rest:
         return 0
-    return min(schedule.prefetch + 1, layers) if plan.placement.reshard_after_forward else layers
+    return math.prod(leaf.shard_shape) * leaf.dtype.itemsize
 
 
 def _bytes(leaf: ParamLayout, dtype) -> int:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from jfsdp import plan as planning
 from jfsdp.cli import Job, seems_to_have_gpus
+from jfsdp.footprint import trace
 from jfsdp.gpu import GPUS
 from jfsdp.layout import ParamLayout, Plan, UnitOptions
 from jfsdp.mesh import REPLICA, SHARD
@@ -128,10 +129,12 @@ def _at_rest(leaf: ParamLayout) -> int:
 def forecast(job: Job, plan: Plan, state: TrainState) -> Iterator[Table]:
     """The tables of a dry run: units, memory and traffic of a device, by formula."""
     yield sharding_table(job, plan)
-    saved = _layer_input(job, plan)
-    kept = planning.memory(plan, state, schedule=job.schedule, saved_per_layer=saved)
+    how = dict(accumulate=job.config.data.accumulate, no_sync=not job.config.training.sync)
+    dtype = job.sharding["mp_policy"].param_dtype
+    layers = trace(job.make_model, sequences=job.share, tokens=job.config.data.seq_len, dtype=dtype)
+    kept = planning.memory(plan, state, layers, schedule=job.schedule, **how)
     table = Table(box=box.SIMPLE, show_footer=True, title="Memory of a device", **_TITLE)
-    table.add_column("what", "and what a layer computes with" if saved else "and activations")
+    table.add_column("what", "needed by the step")
     table.add_column("bytes", in_words(sum(one.bytes for one in kept)), justify="right")
     table.add_column("formula", style="dim")
     for one in kept:
@@ -139,7 +142,6 @@ def forecast(job: Job, plan: Plan, state: TrainState) -> Iterator[Table]:
             table.add_row(one.name, in_words(one.bytes), one.formula)
     yield table
 
-    how = dict(accumulate=job.config.data.accumulate, no_sync=not job.config.training.sync)
     moves = planning.traffic(plan, schedule=job.schedule, tokens=job.tokens, **how)
     table = Table(box=box.SIMPLE, show_footer=True, title="Traffic of a step", **_TITLE)
     table.add_column("unit", "in all")
@@ -152,12 +154,6 @@ def forecast(job: Job, plan: Plan, state: TrainState) -> Iterator[Table]:
         over, received = " x ".join(move.axes), in_words(move.received)
         table.add_row(move.unit, move.kind, over, move.dtype, f"{move.passes:.3g}", received, move.why)
     yield table
-
-
-def _layer_input(job: Job, plan: Plan) -> int:
-    """Bytes that a layer saves for its backward pass, where that is its input alone; else 0: not known."""
-    widths = [leaf.shape[1] * leaf.param_dtype.itemsize for leaf in plan.leaves if leaf.never_whole]
-    return job.tokens * widths[0] if widths and job.config.model.remat == "full" else 0
 
 
 def summary(job: Job, losses: Sequence[float], last: Record, throughput: Throughput) -> Table:

@@ -1,0 +1,235 @@
+"""`jfsdp plan`: options in, tables, JSON and pictures out.
+
+Owns the words and columns of the planner; every number comes from `forecast.py`, `recommend.py`, `sweep.py` and
+`compare.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tyro.conf import DisallowNone, OmitArgPrefixes, arg
+
+from jfsdp.forecast import GIB, Forecast
+from jfsdp.metrics import in_words
+from jfsdp.recommend import Choice, advice, recommend
+from jfsdp.workload import Workload
+
+_TITLE = dict(title_justify="left", title_style="bold cyan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Say what a run needs, moves and takes before it runs: by formula, at once, on any machine.
+
+    jfsdp plan --model llama3-8b --gpu h100 --mesh 4x8
+    jfsdp plan --model path/to/config.json --gpu rtx4090 --mesh 1x2 --per-host 2 --recommend
+    jfsdp plan --model llama3-70b --mesh 1x64 --compile --picture schedule.html
+    """
+
+    workload: Workload = Workload()
+    recommend: bool = False
+    """Rank strategies, meshes and checkpointing that fit these GPUs."""
+    sweep: bool = False
+    """Memory and time of every strategy over numbers of devices."""
+    published: bool = False
+    """Also count as papers do: by convention, without padding."""
+    compile: bool = False
+    """Compile the real step for these GPUs, which need not be there, and compare it with the formulas; needs the extra
+    `aot`."""
+    picture: Annotated[DisallowNone[Path | None], arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """With --compile an .html of the schedule; with --sweep a .png or .html of the plot."""
+    save: Annotated[DisallowNone[Path | None], arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """With --compile, keep the program for `jfsdp audit`."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def __post_init__(self):
+        if self.picture and not (self.compile or self.sweep):
+            raise ValueError("picture needs something to draw: add --compile or --sweep.")
+        if self.save and not self.compile:
+            raise ValueError("save keeps a compiled program: add --compile.")
+
+
+def command(argv: Sequence[str]) -> int:
+    """`jfsdp plan`: 0, 1 where the run does not fit, 2 for options that cannot be."""
+    try:
+        options = tyro.cli(OmitArgPrefixes[PlanOptions], prog="jfsdp plan", args=list(argv))
+        return _run(options)
+    except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+        print(f"jfsdp plan: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: PlanOptions) -> int:
+    console, work = _console(), options.workload
+    forecast = Forecast(work)
+    if options.sweep:
+        from jfsdp import sweep
+
+        rows = sweep.sweep(work)
+        if options.picture:
+            sweep.draw(rows, work, options.picture)
+        console.print_json(json.dumps([r.to_json() for r in rows])) if options.json else console.print(
+            sweep.table(rows, work)
+        )
+        return 0
+    choices = recommend(work) if options.recommend else []
+    words = list(advice(work)) if options.recommend else []
+    if options.json:
+        found = forecast.to_json()
+        if options.published:
+            found["published_bytes"] = dict(forecast.published())
+        if options.recommend:
+            found["advice"] = words
+            found["choices"] = [
+                c.forecast.to_json() | {"largest_batch": c.largest_batch, "reason": c.reason} for c in choices
+            ]
+    else:
+        for part in tables(forecast):
+            console.print(part)
+        if options.published:
+            console.print(published_table(forecast))
+        for line in words:
+            console.print(f"[bold]{escape(line)}")
+        if options.recommend:
+            console.print(choices_table(choices))
+    if options.compile:
+        from jfsdp import compare
+
+        compared = compare.compile_workload(work)
+        if options.picture:
+            compared.draw(options.picture)
+        if options.save:
+            compared.save(options.save)
+        if options.json:
+            found["compiled"] = compared.to_json()
+        else:
+            for part in compared.tables(forecast):
+                console.print(part)
+    if options.json:
+        print(json.dumps(found, indent=1))
+    return 0 if forecast.fits else 1
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
+
+
+def tables(forecast: Forecast) -> Iterator[Table | str]:
+    """What `jfsdp plan` prints for one workload."""
+    work = forecast.work
+    placement, chip = work.plan.placement, work.cluster.chip
+    head = Table.grid(padding=(0, 2))
+    replicas, shards = work.shape
+    lines = {
+        "model": f"{work.model}: {work.plan.num_params:,} parameters",
+        "devices": f"{work.devices} x {chip.name}, mesh {replicas}x{shards}, {placement.strategy.value}",
+        "batch": f"{work.batch * work.accumulate} sequences of {work.seq_len:,} tokens per GPU and step"
+        + (f", in {work.accumulate} micro-batches" if work.accumulate > 1 else ""),
+        "compute": f"{work.precision}, gradients reduced in {work.reduce_dtype}, remat {work.remat}, {work.optimizer}",
+    }
+    for name, words in lines.items():
+        head.add_row(f"[bold cyan]{name}", escape(words))
+    yield head
+    yield memory_table(forecast)
+    yield traffic_table(forecast)
+    yield time_table(forecast)
+    for warning in forecast.warnings:
+        yield f"[yellow]note[/]  {escape(warning)}"
+
+
+def memory_table(forecast: Forecast) -> Table:
+    chip = forecast.work.cluster.chip
+    spare = forecast.spare
+    verdict = f"fits, {in_words(spare)} to spare" if forecast.fits else f"[red]does not fit[/], by {in_words(-spare)}"
+    table = Table(box=box.SIMPLE, show_footer=True, title=f"Memory of one GPU: {verdict}", **_TITLE)
+    table.add_column("what", "needed by the step")
+    table.add_column("bytes", in_words(forecast.needed), justify="right")
+    taken = in_words(forecast.outside)
+    outside = f"of {in_words(forecast.capacity)}: {in_words(chip.memory)} less {taken} of CUDA and NCCL, "
+    table.add_column("formula", outside + "3% fragments", style="dim")
+    for one in forecast.kept:
+        if one.bytes:
+            table.add_row(one.name, in_words(one.bytes), escape(one.formula))
+    return table
+
+
+def traffic_table(forecast: Forecast) -> Table:
+    ratio = forecast.received / forecast.replicated if forecast.replicated else 0.0
+    against = f"{ratio:.2f} x DDP in fp32 ({in_words(forecast.replicated)})" if forecast.replicated else "one GPU"
+    table = Table(box=box.SIMPLE, show_footer=True, title="Traffic of a step", **_TITLE)
+    for name, footer in (("collective", "in all"), ("over", ""), ("dtype", "")):
+        table.add_column(name, footer)
+    table.add_column("a GPU receives", in_words(forecast.received), justify="right")
+    table.add_column("units", against, style="dim")
+    sums: dict[tuple, list] = {}
+    for move in forecast.moves:
+        sums.setdefault((move.kind, " x ".join(move.axes), move.dtype), []).append(move)
+    for (kind, axes, dtype), moves in sums.items():
+        units = ", ".join(dict.fromkeys(m.unit for m in moves))
+        table.add_row(kind, axes, dtype, in_words(sum(m.received for m in moves)), escape(units))
+    return table
+
+
+def time_table(forecast: Forecast) -> Table:
+    t = forecast.timing
+    low, high = t.range
+    table = Table(box=box.SIMPLE, show_footer=True, title="Time of a step (an estimate: nothing ran)", **_TITLE)
+    table.add_column("what", "step")
+    table.add_column("ms", f"{t.seconds * 1e3:,.0f}", justify="right")
+    per_token = f"{t.tokens_per_second:,.0f} tokens/s per GPU, {t.mfu:.0%} of the peak"
+    table.add_column("", f"{low * 1e3:,.0f} to {high * 1e3:,.0f}; {per_token}", style="dim")
+    again = f", {forecast.work.remat} recomputed" if forecast.work.remat != "none" else ""
+    hidden = t.communication - t.exposed
+    for name, seconds, words in (
+        ("forward", t.forward, "matmuls, attention, and what lies between"),
+        ("backward", t.backward, f"twice the matmuls{again}"),
+        ("head and loss", t.head, ""),
+        ("optimizer", t.optimizer, "bound by memory bandwidth"),
+        ("slowed", t.slowed, f"compute beside {hidden * 1e3:,.0f} ms of hidden communication"),
+        ("exposed", t.exposed, f"of {t.communication * 1e3:,.0f} ms of communication"),
+    ):
+        table.add_row(name, f"{seconds * 1e3:,.1f}", words)
+    return table
+
+
+def published_table(forecast: Forecast) -> Table:
+    table = Table(box=box.SIMPLE, title="As papers count (GB are 1e9 bytes)", **_TITLE)
+    table.add_column("convention")
+    table.add_column("GB", justify="right")
+    for name, size in forecast.published():
+        table.add_row(name, f"{size / 1e9:,.3f}")
+    return table
+
+
+def choices_table(choices: Sequence[Choice]) -> Table:
+    table = Table(box=box.SIMPLE, title="What fits, fastest first (by estimate)", **_TITLE)
+    for name in ("mesh", "strategy", "remat", "GiB", "tokens/s per GPU", "MFU", "batch up to", "why"):
+        table.add_column(name, justify="right" if name in ("GiB", "tokens/s per GPU", "MFU", "batch up to") else "left")
+    for c in choices:
+        f = c.forecast
+        table.add_row(
+            c.work.mesh,
+            c.work.strategy,
+            c.work.remat,
+            f"{f.needed / GIB:,.1f}",
+            f"{f.timing.tokens_per_second:,.0f}",
+            f"{f.timing.mfu:.0%}",
+            str(c.largest_batch),
+            c.reason,
+        )
+    if not choices:
+        table.add_row("none fits: more GPUs, fewer tokens per GPU, or frozen weights", *[""] * 7)
+    return table

@@ -1,0 +1,131 @@
+"""What to run: strategies, meshes and checkpointing that fit, ranked by predicted speed, each with its reason.
+
+Owns the search and the advice that comes before it: whether anything needs to be sharded at all, and from where on more
+GPUs save nothing. Every figure is `forecast.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from jfsdp.forecast import GIB, Forecast
+from jfsdp.workload import Workload
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a workload."""
+
+    forecast: Forecast
+    largest_batch: int
+    """Sequences per GPU and micro-batch that fit, by powers of two."""
+    reason: str
+
+    @property
+    def work(self) -> Workload:
+        return self.forecast.work
+
+
+def advice(work: Workload) -> Iterator[str]:
+    """What to know before choosing: one sentence each."""
+    alone = Forecast(replace(work, mesh="1x1", strategy=None))
+    params, chip = alone.work.plan.num_params, work.cluster.chip
+    at_work = alone.needed - alone.kept[0].bytes - alone.kept[1].bytes - alone.kept[2].bytes
+    bigger = f"the model's state is {params * 16 / GIB:,.1f} GiB and a {chip.name} has {chip.memory / GIB:,.1f}"
+    if alone.fits:
+        yield f"One GPU is enough ({_gib(alone.needed)} of {_gib(alone.capacity)}), so NO_SHARD works on any mesh."
+    elif 2 * params + at_work <= alone.capacity:
+        yield f"{bigger}. LoRA on a frozen bf16 base fits one GPU ({_gib(2 * params + at_work)}), without sharding."
+    elif 0.55 * params + at_work <= alone.capacity:
+        yield f"{bigger}. LoRA on a base quantised to 4 bits would fit one GPU ({_gib(0.55 * params + at_work)})."
+    else:
+        yield f"{bigger}, so it must be sharded."
+    full = Forecast(replace(work, strategy="FULL_SHARD"))
+    floor = sum(
+        k.bytes
+        for k in full.kept
+        if k.name in ("saved activations", "gathered", "gradients in flight", "layers at work")
+    )
+    if floor > full.capacity:
+        yield (
+            f"No number of GPUs is enough at this batch: whole layers and activations alone take {_gib(floor)}. "
+            "Use remat full, fewer tokens per GPU, or smaller units."
+        )
+    else:
+        state = params * (12 if work.optimizer == "sgd" else 16)
+        fewest = math.ceil(state / max(full.capacity - floor, 1))
+        enough = math.ceil(state / (0.1 * floor))
+        yield (
+            f"FULL_SHARD fits from about {fewest} GPUs on. Whole layers and activations take {_gib(floor)} however many "
+            f"there are; from about {enough} GPUs on, further ones save less than a tenth of that."
+        )
+
+
+def recommend(work: Workload, most: int = 8) -> list[Choice]:
+    """Choices that fit, fastest first; empty when none does. The workload's own batch and sequence length are kept."""
+    found = [Forecast(one) for one in _candidates(work)]
+    fitting = sorted((f for f in found if f.fits), key=lambda f: (-round(f.timing.tokens_per_second, 3), f.needed))
+    seen: list[Choice] = []
+    for forecast in fitting[:most]:
+        seen.append(Choice(forecast, _largest_batch(forecast), _reason(forecast, fitting[0])))
+    return seen
+
+
+def _candidates(work: Workload) -> Iterator[Workload]:
+    devices = work.devices
+    meshes = [f"1x{devices}"]
+    meshes += [f"{devices // s}x{s}" for s in _divisors(devices) if 1 < s < devices and s % min(s, work.per_host) == 0]
+    for remat in ("none", "full"):
+        for mesh in meshes:
+            names = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD"]
+            for name in names if mesh == meshes[0] else ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]:
+                yield replace(work, mesh=mesh, strategy=name, remat=remat)
+
+
+def _divisors(n: int) -> list[int]:
+    """Shard counts worth a look: powers of two, and what is left when they are divided out."""
+    return [d for d in range(2, n + 1) if n % d == 0 and (d & (d - 1) == 0)]
+
+
+def _largest_batch(forecast: Forecast) -> int:
+    """From what depends on the batch, which grows with it."""
+    per_batch = (
+        sum(k.bytes for k in forecast.kept if k.name in ("saved activations", "layers at work")) / forecast.work.batch
+    )
+    batch = forecast.work.batch
+    while per_batch and forecast.needed + (2 * batch - forecast.work.batch) * per_batch <= forecast.capacity:
+        batch *= 2
+        if batch >= 1024:
+            break
+    return batch
+
+
+def _reason(forecast: Forecast, best: Forecast) -> str:
+    work, timing = forecast.work, forecast.timing
+    placement = work.plan.placement
+    parts = []
+    if forecast is best:
+        parts.append("fastest that fits")
+    if placement.whole_at_rest and not placement.shard_axes:
+        parts.append("nothing sharded, one all-reduce")
+    elif placement.whole_at_rest:
+        parts.append("weights whole, so no gathers")
+    elif not placement.reshard_after_forward:
+        parts.append("weights kept from forward to backward: one gather")
+    else:
+        parts.append("least memory" if not placement.replica_axes else "weights freed after forward")
+    if placement.replica_axes:
+        inside = placement.shards <= work.per_host
+        parts.append("gathers inside a host" if inside else "gathers across hosts")
+    elif work.devices > work.per_host and placement.shard_axes and not placement.whole_at_rest:
+        parts.append("gathers across hosts")
+    parts.append("nothing computed twice" if work.remat == "none" else "activations computed twice")
+    if timing.exposed > 0.05 * timing.seconds:
+        parts.append(f"{timing.exposed / timing.seconds:.0%} of a step waits")
+    return ", ".join(parts)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB"
