@@ -25,6 +25,8 @@ END_S = 15
 """Seconds that they have to follow SIGTERM before SIGKILL."""
 SAVE_S = 600
 """Seconds that all have to end after a signal that was passed on: they may be saving."""
+FOLLOW_S = 60
+"""Seconds that the others have when one has ended in good order after a signal."""
 
 SLURM = """\
 #!/bin/bash
@@ -169,8 +171,10 @@ class Launch:
                 _say(f"then process {event.rank} {words}")
             return
         self._first_failure = code
+        if event.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # some process got a signal, and all agreed
+            self._is_stopping = True
         if self._is_stopping:
-            self._end_by((SPEAK_S + END_S, signal.SIGKILL))
+            self._end_by((FOLLOW_S, signal.SIGKILL))
             return
         others = f"; ending process {', '.join(map(str, self._running))}" if self._running else ""
         _say(f"process {event.rank} {words} after {time.monotonic() - self._started:.0f} s{others}")

@@ -1,6 +1,6 @@
-"""train.py with a fault: process PROCESS fails when it reads batch BATCH, counted from 0, and notes the time.
+"""train.py with a fault: process PROCESS fails or gets a signal when it reads batch BATCH, from 0, and notes the time.
 
-`python -m jfsdp.launch --nproc 2 -m tests.process_faults PROCESS BATCH kill|raise OPTIONS`
+`python -m jfsdp.launch --nproc 2 -m tests.process_faults PROCESS BATCH kill|raise|stop OPTIONS`
 """
 
 import os
@@ -19,9 +19,9 @@ if __name__ == "__main__":
     def read_or_fail(batches):
         if os.environ["RANK"] == process and batches.step == int(number):
             Path(options[3]).with_name("fault").write_text(str(time.time()))
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("the disk is gone")
+            if how == "raise":
+                raise ValueError("the disk is gone")
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGTERM}[how])
         return read(batches)
 
     data.Batches.__next__ = read_or_fail

@@ -117,6 +117,19 @@ def test_a_signal_is_passed_on_once_and_all_may_save(program, tmp_path, number):
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
+def test_the_end_of_one_that_got_a_signal_cuts_none_short(program, hurried, tmp_path, capfd):
+    """A scheduler may signal one process only; they agree, and each ends when it has saved."""
+    path = program("""
+        from pathlib import Path
+        if rank == 1:
+            time.sleep(2)
+            Path(arguments[0], "saved").touch()
+        sys.exit(143)
+    """)
+    assert launch.main(["--nproc", "2", path, str(tmp_path)]) == 143
+    assert (tmp_path / "saved").exists() and "jfsdp.launch" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["--nproc", "2"], "name the program to start"), (["--nproc", "0", "x.py"], "--nproc is 0; .* use 1 or more")],

@@ -333,6 +333,15 @@ def test_one_process_that_ends_ends_all(options, tmp_path, process, how, named, 
 
 
 @pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_after_the_same_step(options, tmp_path):
+    """The run ends in good order, summary and all; with processes a step apart it would hang."""
+    done = launch(2, "-m", "tests.process_faults", "1", "3", "stop", *options, "--metrics", str(tmp_path / "m.jsonl"))
+    steps = len((tmp_path / "m.jsonl").read_text().splitlines())
+    assert done.returncode == 143 and 3 <= steps <= 5 and f"{steps} of 9" in done.stdout
+    assert "Over all processes" in done.stdout and "error" not in done.stderr and "jfsdp.launch" not in done.stderr
+
+
+@pytest.mark.slow
 def test_without_a_launcher_the_others_end_when_the_heartbeat_stops(options, tmp_path):
     """C-68 where the scheduler does nothing: the process that is left ends itself, and JAX names who is gone."""
     who = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29871")
