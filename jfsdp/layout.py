@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.order import Prefetch
@@ -54,8 +55,19 @@ class UnitOptions:
     """Dtypes of this unit; None takes the plan's."""
     remat: str | tuple[str, ...] = "none"
     """Activation checkpointing of a unit that is called, see `stack.checkpointed`; a `Stack` has its own."""
+    gradient_divide_factor: float | None = None
+    """Divide the sum of the devices' gradients by this number instead of by the number of devices, as FSDP2's
+    `set_gradient_divide_factor`."""
+    gradient_hook: Callable[[str, Array], Array] | None = None
+    """`(path, shard) -> shard` for each finished gradient of the unit, one layer at a time: this device's piece,
+    reduced and unscaled, before norm and clipping. Padding is zero, and what a hook adds there is dropped."""
     uses: tuple[str, ...] = ()
     """What a vocabulary table serves as, "embed" and "head"; for the traffic that `plan.py` predicts."""
+
+    def __post_init__(self):
+        factor = self.gradient_divide_factor
+        if factor is not None and not factor > 0:
+            raise ValueError(f"gradient_divide_factor is {factor}; it divides gradients, so use a positive number.")
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,15 @@ class ParamLayout:
     precision: MixedPrecision
     trainable: bool = True
     """False freezes it: gathered as the others, no gradient, no optimizer state."""
+
+    @property
+    def logical_paths(self) -> list[str]:
+        """What the model calls it, layer by layer: `blocks.3.mlp.up.kernel` of `blocks.each.mlp.up.kernel`."""
+        if self.layers is None:
+            return [self.path]
+        stack, rest = self.unit.split("."), self.path.removeprefix(self.unit)
+        stack = stack[:-1] if stack[-1] == "each" else stack
+        return [".".join([*stack, str(i)]) + rest for i in range(self.layers)]
 
     @property
     def size(self) -> int:

@@ -14,6 +14,7 @@ mixes parameters (a global norm inside the chain) would see one layer of each st
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,30 @@ class Optimizer:
 
     def _unpad(self, state):
         return jax.tree.map(lambda s, a: unpad(a, s.param) if s.like_param else a, self.leaves, state)
+
+
+def label_params(rule: Callable[[str, tuple[int, ...]], Any], plan: Plan):
+    """What `rule(path, shape)` says of every trained parameter, as optax takes masks (`optax.adamw(mask=...)`) and
+    labels (`optax.partition`).
+
+    Rules see the model's own names and shapes, layer by layer, whatever is stacked, sharded or padded:
+    `blocks.3.mlp.up.kernel`, `(d_in, d_out)`.
+    Raises: ValueError when a rule tells the layers of a stack apart: they are one array, and one program of the
+        optimizer runs over all of them. What differs by layer must be a value in the optimizer's state.
+    """
+
+    def one(leaf: ParamLayout):
+        said = {path: rule(path, leaf.shape) for path in leaf.logical_paths}
+        first, *_ = said
+        if other := next((path for path in said if said[path] != said[first]), None):
+            raise ValueError(
+                f"the rule says {said[first]!r} of {first} and {said[other]!r} of {other}, which are layers of one "
+                f"stack: one array, updated by one program. Say the same of all of them, or take layers that differ "
+                "out of the stack (a stack of their own, or blocks in a Python loop)."
+            )
+        return said[first]
+
+    return plan.map(lambda leaf: one(leaf) if leaf.trainable else None)
 
 
 def global_norm(sums: jax.Array, norm_type: float) -> jax.Array:

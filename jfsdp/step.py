@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec
 from jfsdp import collectives, randomness
 from jfsdp import ema as averages
 from jfsdp.gpu import compiler_options
-from jfsdp.layout import Door, Plan, path_name
+from jfsdp.layout import Door, ParamLayout, Plan, UnitOptions, path_name
 from jfsdp.mesh import REPLICA, SHARD
 from jfsdp.optim import Optimizer, global_norm, gradient_sums
 from jfsdp.order import Order
@@ -168,13 +168,26 @@ class TrainStep:
     """A compiled train step; make it with `train_step`."""
 
     def __init__(
-        self, loss, tx, plan: Plan, *, accumulate, no_sync, clip_norm, norm_type, nonfinite, ema, donate, options
+        self,
+        loss,
+        tx,
+        plan: Plan,
+        *,
+        accumulate,
+        no_sync,
+        clip_norm,
+        clip_value,
+        norm_type,
+        nonfinite,
+        ema,
+        donate,
+        options,
     ):
         self.loss, self.plan, self.optimizer = loss, plan, Optimizer(tx, plan)
         self.trained = jax.tree.leaves(plan.trainable)
         self.accumulate, self.no_sync = accumulate, no_sync
         self.clip_norm, self.norm_type, self.nonfinite = clip_norm, norm_type, nonfinite
-        self.ema = ema
+        self.clip_value, self.ema = clip_value, ema
         self._donate, self._options = donate, options
         self._made = lambda: None  # weak reference to the last state that this step returned
 
@@ -254,6 +267,8 @@ class TrainStep:
             # Divide by the larger of the two: exact where nothing is clipped, and no 0/0.
             scale = self.clip_norm / jnp.maximum(metrics["grad_norm"], self.clip_norm)
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        if self.clip_value is not None:
+            grads = jax.tree.map(lambda g: jnp.clip(g, -self.clip_value, self.clip_value), grads)
         old = self.optimizer.stored_shards(plan.only_trainable(state.params))
         params, opt_state = self.optimizer.update(grads, state.opt_state, old)
         step, skipped, scale = state.step + 1, state.skipped, state.scale
@@ -333,6 +348,7 @@ class TrainStep:
         grads = jax.tree.leaves(grads)
         if scale is not None:
             grads = [g / scale.astype(g.dtype) for g in grads]
+        grads = [_finish(g, leaf, plan.units.get(leaf.unit)) for g, leaf in zip(grads, self.trained)]
         norm_sums = self._norm_sums(grads)
         metrics = {name: collectives.total(s, axes) / weights[name] for name, s in sums.items()}
         metrics |= {"weight": totals["loss"], "grad_norm": global_norm(norm_sums, self.norm_type)}
@@ -402,6 +418,7 @@ def train_step(
     accumulate: int = 1,
     no_sync: bool = False,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
     norm_type: float = 2.0,
     nonfinite: str = "raise",
     ema: averages.Decay | None = None,
@@ -416,6 +433,8 @@ def train_step(
     no_sync: keep whole unreduced gradients until the last micro-batch (one reduction per step, all of the gradient's
         bytes); False reduce-scatters each micro-batch into shards. Same result.
     clip_norm: clip to this norm over all parameters; None does not clip.
+    clip_value: cut every entry to between minus this and this, after `clip_norm` if both are given; the reported norm
+        is that before clipping.
     norm_type: 1, 2, 3, ... or `math.inf`.
     nonfinite: "raise" stops at a gradient that is not finite and names the parameter, "skip" goes on with the state as
         it was, "ignore" does not look. A step is never half applied. With a loss scale an overflow is skipped all the
@@ -431,6 +450,8 @@ def train_step(
         raise ValueError(f"nonfinite {nonfinite!r} is unknown. Use raise, skip or ignore.")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}; use a positive norm, or None not to clip.")
+    if clip_value is not None and not clip_value > 0:
+        raise ValueError(f"clip_value is {clip_value}; use a positive bound, or None not to clip.")
     if not norm_type >= 1:
         raise ValueError(f"norm_type is {norm_type}; use 1 or more, or math.inf.")
     if ema is not None and not callable(ema) and not 0 <= ema < 1:
@@ -443,6 +464,7 @@ def train_step(
         accumulate=accumulate,
         no_sync=no_sync,
         clip_norm=clip_norm,
+        clip_value=clip_value,
         norm_type=norm_type,
         nonfinite=nonfinite,
         ema=ema,
@@ -601,14 +623,41 @@ def _loss_scale(plan: Plan, asked: LossScale | None) -> LossScale | None:
 
 
 def _enter(plan: Plan, params, slots, held, regime: Regime):
-    none = plan.map(lambda leaf: None)
-    flat = [
-        jax.tree.leaves(t, is_leaf=lambda x: x is None)
-        for t in (params, none if slots is None else slots, none if held is None else held)
-    ]
+    tree = jax.tree.structure(plan.layouts)
+    absent = [None] * len(plan.leaves)
+    # Not `tree.leaves`: None is a frozen parameter's slot here, and a node of the caller's own pytree there.
+    flat = [absent if t is None else tree.flatten_up_to(t) for t in (params, slots, held)]
     order = Order(plan.prefetch)
     entered = [enter(w, slot, h, leaf, regime, order) for leaf, w, slot, h in zip(plan.leaves, *flat)]
-    return jax.tree.unflatten(jax.tree.structure(plan.layouts), entered)
+    return jax.tree.unflatten(tree, entered)
+
+
+def _finish(grad: Array, leaf: ParamLayout, options: UnitOptions | None) -> Array:
+    """What a unit's own options do to a finished gradient: its divide factor, then its hook."""
+    if options is None:
+        return grad
+    if options.gradient_divide_factor is not None:
+        grad = grad * (leaf.placement.shards * leaf.placement.replicas / options.gradient_divide_factor)
+    if options.gradient_hook is None:
+        return grad
+    hook = partial(options.gradient_hook, leaf.path)
+    new = hook(grad) if leaf.layers is None else jax.vmap(hook)(grad)
+    if (new.shape, new.dtype) != (grad.shape, grad.dtype):
+        raise ValueError(
+            f"the gradient hook of {leaf.path} took {grad.dtype}{list(grad.shape)} and gave "
+            f"{new.dtype}{list(new.shape)}. Give back the shape and dtype that it takes."
+        )
+    return _without_padding(new, leaf)
+
+
+def _without_padding(shard: Array, leaf: ParamLayout) -> Array:
+    """This device's piece with zeros where the parameter has padding."""
+    if leaf.dim is None or leaf.padded == leaf.shape[leaf.dim]:
+        return shard
+    size = shard.shape[leaf.stacked_dim]
+    first = jax.lax.axis_index(leaf.placement.shard_axes) * size
+    row = first + jax.lax.broadcasted_iota(jnp.int32, shard.shape, leaf.stacked_dim)
+    return jnp.where(row < leaf.shape[leaf.dim], shard, 0)
 
 
 def _own_key(key: Array, axes: tuple[str, ...]) -> Array:

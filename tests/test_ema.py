@@ -26,9 +26,12 @@ def products(params, batch, key):
 def start(mesh="1x8", strategy=None, decay=0.9, precision=MixedPrecision(), loss_scale=None, frozen=(), **options):
     """Uneven weights of 5 elements, all 1, a matrix, and a state with an average."""
     params = {"w": np.ones(5, np.float32), "m": np.ones((16, 5), np.float32)}
-    plan, tx = make_plan(
-        params, submesh(mesh), strategy=strategy, precision=precision, trainable=lambda path: path not in frozen
-    ), optax.sgd(1.0)
+    plan, tx = (
+        make_plan(
+            params, submesh(mesh), strategy=strategy, precision=precision, trainable=lambda path: path not in frozen
+        ),
+        optax.sgd(1.0),
+    )
     state = TrainState.create(plan.place(params), tx, plan, ema=True, loss_scale=loss_scale)
     return state, train_step(products, tx, plan, ema=decay, **options), plan
 

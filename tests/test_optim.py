@@ -8,7 +8,7 @@ import optax.contrib
 import pytest
 
 from jfsdp.layout import UnitOptions, make_plan
-from jfsdp.optim import Optimizer
+from jfsdp.optim import Optimizer, label_params
 from jfsdp.step import TrainState, train_step
 from jfsdp.unit import unshard
 from tests.support import HYBRID, PLAIN, assert_close, submesh
@@ -127,6 +127,59 @@ def test_weight_decay_follows_names_and_shapes(mesh, strategy):
         np.testing.assert_allclose(got["kernel"], 0.95 * params["kernel"], rtol=1e-6)
         np.testing.assert_array_equal(got["bias"], params["bias"])
         np.testing.assert_array_equal(got["scale"], params["scale"])
+
+
+class TestRules:
+    """Masks and labels by logical path and shape."""
+
+    PARAMS = {
+        "blocks": {"each": {"up": {"kernel": np.ones((3, 4, 6), np.float32)}, "norm": np.ones((3, 6), np.float32)}},
+        "embed": {"table": np.ones((10, 6), np.float32)},
+        "frozen": np.ones((8, 8), np.float32),
+    }
+    UNITS = {"blocks.each": UnitOptions(stacked=True), "embed": UnitOptions()}
+
+    def plan(self, mesh="1x8", strategy=None):
+        trainable = lambda path: path != "frozen"  # noqa: E731
+        return make_plan(self.PARAMS, submesh(mesh), strategy=strategy, units=self.UNITS, trainable=trainable)
+
+    def test_a_rule_sees_the_names_and_shapes_of_the_model(self):
+        """C-26: layers by number, shapes of one layer, whatever is stacked and padded; frozen parameters not at all."""
+        seen = {}
+        label_params(lambda path, shape: seen.update({path: shape}), self.plan())
+        block = {"up.kernel": (4, 6), "norm": (6,)}
+        layers = {f"blocks.{i}.{name}": shape for i in range(3) for name, shape in block.items()}
+        assert seen == {**layers, "embed.table": (10, 6)}
+
+    @pytest.mark.parametrize(("mesh", "strategy"), [*(("1x8", s) for s in PLAIN), *(("2x4", s) for s in HYBRID)])
+    def test_decay_follows_a_rule_on_path_and_shape(self, mesh, strategy):
+        """C-26: kernels decay by 1 - 0.1 x 0.5; norms and the embedding, a matrix too, stay bitwise."""
+        plan = self.plan(mesh, strategy)
+        mask = label_params(lambda path, shape: len(shape) == 2 and not path.startswith("embed"), plan)
+        tx = optax.adamw(0.1, weight_decay=0.5, mask=mask)
+        loss = lambda params, batch, key: 0.0 * jnp.sum(batch["x"])  # noqa: E731
+        state = TrainState.create(plan.place(self.PARAMS), tx, plan)
+        state, _ = train_step(loss, tx, plan)(state, {"x": np.ones(8, np.float32)})
+        got = state.logical_params()
+        np.testing.assert_allclose(got["blocks"]["each"]["up"]["kernel"], np.full((3, 4, 6), 0.95), rtol=1e-6)
+        for same in (got["blocks"]["each"]["norm"], got["embed"]["table"], got["frozen"]):
+            np.testing.assert_array_equal(same, np.ones(same.shape))
+
+    def test_labels_choose_an_optimizer(self):
+        plan = self.plan()
+        labels = label_params(lambda path, shape: "muon" if path.startswith("blocks") else "sgd", plan)
+        assert jax.tree.leaves(labels) == ["muon", "muon", "sgd"]
+        tx = optax.partition({"muon": optax.sgd(1.0), "sgd": optax.sgd(0.5)}, labels)
+        loss = lambda params, batch, key: jnp.mean(batch["x"]) * sum(  # noqa: E731
+            jnp.sum(w) for w in jax.tree.leaves(unshard(params["embed"]))
+        )
+        state = TrainState.create(plan.place(self.PARAMS), tx, plan)
+        state, _ = train_step(loss, tx, plan)(state, {"x": np.ones(8, np.float32)})
+        np.testing.assert_array_equal(state.logical_params()["embed"]["table"], np.full((10, 6), 0.5))
+
+    def test_layers_of_a_stack_cannot_be_told_apart(self):
+        with pytest.raises(ValueError, match=r"True of blocks.0.* and False of blocks.2.*one stack.*a stack of"):
+            label_params(lambda path, shape: not path.startswith("blocks.2"), self.plan())
 
 
 class TestPadding:
