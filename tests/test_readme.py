@@ -12,12 +12,14 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def test_there_are_examples_of_both_doors():
-    assert len(EXAMPLES) == 2
-    assert "fully_shard" in EXAMPLES[0] and "make_plan" in EXAMPLES[1]
+    assert any("init_sharded" in source for source in EXAMPLES)
+    assert any("make_plan" in source for source in EXAMPLES)
 
 
-@pytest.mark.parametrize("source", EXAMPLES, ids=["nnx", "pytree"])
+@pytest.mark.parametrize("source", EXAMPLES, ids=lambda source: re.search(r"import (\S+)", source)[1].strip(","))
 def test_example_runs_and_prints_finite_numbers(source, capsys):
+    if "equinox" in source:
+        pytest.importorskip("equinox", reason="Equinox is not installed")
     exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
     numbers = [float(word) for word in capsys.readouterr().out.split()]
     assert numbers and all(abs(n) < 1e6 for n in numbers)
