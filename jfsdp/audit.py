@@ -69,7 +69,7 @@ def lowered_collectives(lowered: Any, mesh: Any) -> list[Collective]:
             groups = _lowered_groups(op, mesh_shape)
             types = [x.type for x in op.operands]
             found.append(Collective(
-                kind=kind, axes=_axes_of(kind, groups, mesh_shape), groups=groups,
+                kind=kind, axes=axes_of(kind, groups, mesh_shape), groups=groups,
                 operands=tuple(Array(hlo.dtype(str(t.element_type)), tuple(t.shape)) for t in types),
                 computation=function, runs=None))
     return [c for c in found if c.axes]
@@ -260,7 +260,7 @@ def _collectives(module: hlo.Module, v: _Visit, mesh_shape: dict[str, int]) -> I
             between = [] if is_sync else order[at + 1:ends.get(i.name, at)]
             groups = hlo.device_groups(inner.rest, math.prod(mesh_shape.values()))
             yield Collective(
-                kind=inner.kind, axes=_axes_of(inner.kind, groups, mesh_shape), groups=groups,
+                kind=inner.kind, axes=axes_of(inner.kind, groups, mesh_shape), groups=groups,
                 operands=tuple(operands), computation=v.computation, runs=v.runs,
                 is_conditional=v.is_conditional, is_sync=is_sync,
                 matmul_flops=sum(module.matmul_flops_of(j, v.computation) for j in between),
@@ -273,7 +273,7 @@ def _copies(module: hlo.Module, v: _Visit) -> Iterator[Copy]:
             yield Copy(i.name, v.computation, sum(x.bytes for x in i.arrays), v.runs, i.type)
 
 
-def _axes_of(kind: str, groups: hlo.Groups, mesh_shape: dict[str, int]) -> tuple[str, ...]:
+def axes_of(kind: str, groups: hlo.Groups, mesh_shape: dict[str, int]) -> tuple[str, ...]:
     """The mesh axes along which members of a group differ, if the groups are the whole of those axes."""
     places = np.array(list(np.ndindex(*mesh_shape.values())))
     moves = [any(np.ptp(places[list(g), dim]) for g in groups) for dim in range(len(mesh_shape))]

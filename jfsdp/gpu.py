@@ -72,6 +72,9 @@ GPUS: dict[str, Gpu] = {
     "b200": Gpu("NVIDIA B200", (10, 0), cores=148, fpus_per_core=128, shared_per_core=233472,
                 shared_per_block=232448, l2_bytes=132_644_864, memory_bytes=191_514_411_008,
                 memory_bandwidth=7_672_320_000_000, clock_ghz=1.965, links=18, bf16_flops=2250e12),
+    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), cores=128, fpus_per_core=128, shared_per_core=102400,
+                   shared_per_block=101376, l2_bytes=72 << 20, memory_bytes=25_393_692_672,
+                   memory_bandwidth=1_008_096_000_000, clock_ghz=2.52, links=0, bf16_flops=165e12),
 }
 
 

@@ -108,7 +108,7 @@ def memory(
     if accumulate > 1 and no_sync:
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if not leaf.never_whole)
     window = _window(plan, schedule)
-    is_late = overlaps and schedule.late_reduce
+    is_late = overlaps and schedule.late_reduce and plan.mesh.size > 1
     factor = _AT_WORK if is_late else _AT_WORK_ALONE
     at_work = max((one.backward for one in layers), default=0)
     freed = sum(k.bytes for k in window) if _frees(plan) else window[1].bytes
@@ -158,7 +158,7 @@ def _window(plan: Plan, schedule: Schedule) -> list[Kept]:
     flight = 0.0
     if any(leaf.trainable for leaf in most):
         flight = size
-        if schedule.late_reduce and placement.shard_axes:
+        if schedule.late_reduce and placement.shards > 1:
             flight += size + _STAGED * _layer_bytes(most, "reduce_dtype")
     return [Kept("gathered", gathered, words), Kept("gradients in flight", flight, "computed, waiting, staged")]
 

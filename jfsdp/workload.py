@@ -169,10 +169,10 @@ def _layers(
     )
 
 
-def ahead(mesh: Any, **fields: Any) -> tuple[TrainStep, tuple[TrainState, dict[str, Any]]]:
+def ahead(on: Any, /, **fields: Any) -> tuple[TrainStep, tuple[TrainState, dict[str, Any]]]:
     """The step of a workload and its abstract arguments, for `gpu.compile_ahead`."""
     work = Workload(**{"attention": "chunked", **fields})
-    plan = work.plan_on(mesh)
+    plan = work.plan_on(on)
     tx = work.transformation(plan)
     step = train_step(_loss, tx, plan, accumulate=work.accumulate, no_sync=not work.sync, clip_norm=1.0)
     rows = (work.batch * work.devices * work.accumulate, work.seq_len)

@@ -1,0 +1,299 @@
+"""What a compiled step does, in tables: for a run (`train.py --audit`), a planned one, and two side by side.
+
+Owns the words, and the file that keeps a program for later: `jfsdp audit A B` compares two of them. The figures are read by
+`audit.py`, `gpu.py` and `replay.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from jax.sharding import AbstractMesh
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import DisallowNone, Positional, arg
+
+from jfsdp import audit, picture
+from jfsdp.gpu import Exposed
+from jfsdp.hardware import CHIPS, Cluster
+from jfsdp.metrics import in_words
+from jfsdp.replay import Played, replay
+
+MIB = 2**20
+_TITLE = dict(title_justify="left", title_style="bold cyan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """A compiled step and where it would run."""
+
+    name: str
+    text: str
+    """The optimised HLO."""
+    mesh_shape: Mapping[str, int]
+    memory: audit.Memory
+    platform: str
+    """cpu, or a GPU's name in `hardware.CHIPS`, or another platform."""
+    jax_version: str
+    exposed: Exposed | None = None
+    """The compiler's own estimate, where its log was read."""
+    network_gbps: float | None = None
+
+    @cached_property
+    def program(self) -> audit.Program:
+        return audit.read(self.text, AbstractMesh(tuple(self.mesh_shape.values()), tuple(self.mesh_shape)))
+
+    @cached_property
+    def played(self) -> dict[str, Played]:
+        """The second estimate; empty for what is no known GPU."""
+        if self.platform not in CHIPS:
+            return {}
+        return replay(self.text, dict(self.mesh_shape), Cluster(gpu=self.platform, network_gbps=self.network_gbps))
+
+    @cached_property
+    def traffic(self) -> dict[tuple[str, str, str], int]:
+        """Received bytes per step by kind, axes and dtype, those that run a known number of times."""
+        sums: dict[tuple[str, str, str], int] = {}
+        for c in self.program.collectives:
+            for dtype in dict.fromkeys(x.dtype for x in c.operands):
+                key = (c.kind, " x ".join(c.axes), dtype)
+                sums[key] = sums.get(key, 0) + (c.runs or 0) * c.received_bytes(dtype)
+        return dict(sorted(sums.items()))
+
+    @cached_property
+    def bodies(self) -> dict[str, str]:
+        """Loop bodies that communicate or hold the most work, by what they are: `forward`, `backward`, `head ...`."""
+        moving = {c.computation for c in self.program.collectives}
+        scatters = {c.computation for c in self.program.collectives if c.kind == "reduce-scatter"}
+        loops = [loop for loop in self.program.loops if loop.body in moving]
+        named: dict[str, str] = {}
+        for is_backward, direction in ((False, "forward"), (True, "backward")):
+            ours = [loop for loop in loops if (loop.body in scatters) == is_backward and loop.matmul_flops]
+            ours.sort(key=lambda loop: -(loop.matmul_flops * (loop.runs or 1)))
+            for place, loop in enumerate(ours):
+                named[loop.body] = (
+                    ("layers " if not place else "slices of the head ") + direction if place < 2 else loop.body
+                )
+        return named
+
+    def save(self, path: Path) -> None:
+        """Keep it for `jfsdp audit`."""
+        fields = dict(
+            name=self.name,
+            mesh=dict(self.mesh_shape),
+            memory=list(self.memory),
+            platform=self.platform,
+            jax=self.jax_version,
+            network_gbps=self.network_gbps,
+            text=self.text,
+        )
+        path.write_text(json.dumps(fields))
+
+    @classmethod
+    def load(cls, path: Path) -> Audited:
+        """Raises: ValueError for a file that `save` did not write."""
+        try:
+            kept = json.loads(path.read_text())
+            return cls(
+                name=kept["name"],
+                text=kept["text"],
+                mesh_shape=kept["mesh"],
+                memory=audit.Memory(*kept["memory"]),
+                platform=kept["platform"],
+                jax_version=kept["jax"],
+                network_gbps=kept["network_gbps"],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} holds no program ({error!r}). Write one with jfsdp plan --compile --save FILE, "
+                "or python train.py --audit-file FILE."
+            ) from error
+
+    def draw(self, path: Path) -> None:
+        """The schedule of one forward and one backward body. Raises: ValueError where there is no known GPU."""
+        if not self.played:
+            raise ValueError(f"no schedule is drawn for {self.platform}: its rates are not known.")
+        order = sorted(
+            self.bodies.items(), key=lambda item: (not item[1].startswith("layers"), item[1] != "layers forward")
+        )
+        shown = {f"{label}, one iteration": self.played[body] for body, label in order if label.startswith("layers")}
+        picture.draw(
+            shown or {"the step": self.played[max(self.played, key=lambda b: self.played[b].us)]},
+            path,
+            title=f"{self.name}: what overlaps with what",
+            subtitle=f"compiled by JAX {self.jax_version}; order as compiled, lengths at declared rates: nothing ran",
+        )
+
+
+def of_compiled(compiled: Any, mesh: Any, *, name: str, jax_version: str) -> Audited:
+    """A step compiled for the devices that are here; their kind decides whether a second estimate can be made."""
+    device = mesh.devices.flat[0]
+    kinds = {"H100": "h100", "H200": "h200", "B200": "b200", "A100": "a100", "4090": "rtx4090", "3090": "rtx3090"}
+    words = getattr(device, "device_kind", "")
+    platform = next((chip for word, chip in kinds.items() if word in words), device.platform)
+    return Audited(
+        name=name,
+        text=compiled.as_text(),
+        mesh_shape=dict(mesh.shape),
+        memory=audit.memory(compiled),
+        platform=platform,
+        jax_version=jax_version,
+    )
+
+
+def tables(one: Audited) -> Iterator[Table | str]:
+    """Memory, traffic, and what each loop hides."""
+    table = Table(box=box.SIMPLE, show_footer=True, title="Memory of one device, as compiled", **_TITLE)
+    table.add_column("what", "needed")
+    table.add_column("bytes", in_words(one.memory.needed), justify="right")
+    for name in ("argument", "output", "temp"):
+        table.add_row(name, in_words(getattr(one.memory, name)))
+    table.add_row("output in place of arguments", "-" + in_words(one.memory.alias))
+    yield table
+    yield _traffic_table("Traffic of a step, as compiled", {"received": one.traffic})
+    yield _loops_table(one)
+    yield from _doubts(one)
+
+
+def _loops_table(one: Audited) -> Table:
+    table = Table(box=box.SIMPLE, title="Communication of 1 MiB or more, by loop body", **_TITLE)
+    for name in ("where", "runs", "collective", "over", "dtype", "MiB received", "hidden behind"):
+        table.add_column(name, justify="right" if name in ("runs", "MiB received") else "left")
+    rows: dict[tuple, list] = {}
+    for c in one.program.collectives:
+        if c.payload_bytes() >= MIB:
+            where = one.bodies.get(c.computation, "outside of loops" if c.runs == 1 else c.computation)
+            rows.setdefault((where, str(c.runs or "?"), c.kind, " x ".join(c.axes), c.dtype), []).append(c)
+    for (where, runs, kind, axes, dtype), found in rows.items():
+        received = sum(c.received_bytes() for c in found) / MIB
+        covered = [c.matmul_flops for c in found if not c.is_sync and c.matmul_flops]
+        blocking = sum(c.is_sync for c in found)
+        words = (
+            f"{len(covered)} of {len(found)} beside matmuls of {min(covered) / 1e9:,.0f}+ GFLOP"
+            if covered
+            else "no matmul"
+        )
+        words += f"; {blocking} block" if blocking else ""
+        table.add_row(where, runs, f"{len(found)} x {kind}", axes, dtype, f"{received:,.1f}", words)
+    if one.exposed or one.played:
+        table.add_section()
+        for body, label in [*one.bodies.items(), (_entry(one), "outside of loops")]:
+            table.add_row(label, str(one.program.runs.get(body) or "?"), "", "", "", "", _exposed_words(one, body))
+    return table
+
+
+def _entry(one: Audited) -> str:
+    return next(iter(one.program.runs))
+
+
+def _exposed_words(one: Audited, body: str) -> str:
+    words = []
+    if one.exposed and body in one.exposed.bodies:
+        found = one.exposed.bodies[body]
+        is_void = any(w.startswith("void") and body in w for w in one.exposed.warnings)
+        words.append(
+            "XLA: void, see below" if is_void else f"XLA: {found.exposed_us:,.0f} of {found.total_us:,.0f} us exposed"
+        )
+    if body in one.played:
+        played = one.played[body]
+        inner = "" if body != _entry(one) else " in the whole step"
+        words.append(f"replay: {played.exposed_us:,.0f} of {played.us:,.0f} us{inner}")
+    return "; ".join(words)
+
+
+def _doubts(one: Audited) -> Iterator[str]:
+    if one.exposed:
+        if any(w.startswith("void") for w in one.exposed.warnings) or not one.exposed.bodies:
+            yield "XLA's estimate of the step is void; the replay stands alone."
+        else:
+            yield f"XLA's cost model exposes {one.exposed.step_us:,.0f} us of a step. Nothing ran."
+        for warning in one.exposed.warnings:
+            yield f"[yellow]note[/]  {warning}"
+        inner = [loop for loop in one.program.loops if loop.depth > 1 and loop.matmul_flops]
+        if inner:
+            yield (
+                "[yellow]note[/]  XLA prices inner loops and attention kernels at nothing, so what they hide looks exposed; "
+                "the replay counts them."
+            )
+    if one.platform == "cpu":
+        yield "The CPU backend widens bf16 collectives to fp32 and blocks in each: kinds, groups and counts are the program's."
+
+
+def comparison(a: Audited, b: Audited) -> Iterator[Table]:
+    """Two programs side by side."""
+    table = Table(box=box.SIMPLE, title="Two programs", **_TITLE)
+    for name in ("what", a.name, b.name, "difference"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for name in ("argument", "temp", "needed"):
+        table.add_row(f"memory: {name}", *_pair(getattr(a.memory, name), getattr(b.memory, name)))
+    for key in dict.fromkeys([*a.traffic, *b.traffic]):
+        table.add_row(f"{key[0]} over {key[1]}, {key[2]}", *_pair(a.traffic.get(key, 0), b.traffic.get(key, 0)))
+    counts = [sum(c.runs or 0 for c in x.program.collectives) for x in (a, b)]
+    table.add_row("collectives run", f"{counts[0]:,}", f"{counts[1]:,}", f"{counts[1] - counts[0]:+,}")
+    blocking = [sum(c.is_sync and c.payload_bytes() >= MIB for c in x.program.collectives) for x in (a, b)]
+    table.add_row("places that block, 1 MiB or more", *map(str, blocking), f"{blocking[1] - blocking[0]:+}")
+    flops = [x.program.matmul_flops for x in (a, b)]
+    table.add_row("matmuls, TFLOP", *(f"{f / 1e12:,.2f}" for f in flops), f"{(flops[1] - flops[0]) / 1e12:+,.2f}")
+    if a.played and b.played:
+        steps = [x.played[_entry(x)] for x in (a, b)]
+        for name in ("us", "exposed_us"):
+            pair = [getattr(s, name) for s in steps]
+            words = "replay: step, us" if name == "us" else "replay: exposed, us"
+            table.add_row(words, *(f"{v:,.0f}" for v in pair), f"{pair[1] - pair[0]:+,.0f}")
+    yield table
+
+
+def _pair(a: float, b: float) -> tuple[str, str, str]:
+    sign = "+" if b >= a else "-"
+    return in_words(a), in_words(b), "same" if a == b else sign + in_words(abs(b - a))
+
+
+def _traffic_table(title: str, columns: Mapping[str, Mapping[tuple, int]]) -> Table:
+    table = Table(box=box.SIMPLE, show_footer=True, title=title, **_TITLE)
+    for name, footer in (("collective", "in all"), ("over", ""), ("dtype", "")):
+        table.add_column(name, footer)
+    for name, sums in columns.items():
+        table.add_column(name, in_words(sum(sums.values())), justify="right")
+    for key in dict.fromkeys(k for sums in columns.values() for k in sums):
+        table.add_row(*key, *(in_words(sums.get(key, 0)) for sums in columns.values()))
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """Show what a compiled step moves, keeps and hides; two files are compared.
+
+    jfsdp plan --compile --save FILE and python train.py --audit-file FILE write them.
+    """
+
+    first: Positional[Path]
+    """A program."""
+    second: Positional[Annotated[DisallowNone[Path | None], arg(metavar="FILE")]] = None
+    """Another, to compare with."""
+    picture: Annotated[DisallowNone[Path | None], arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """Draw the schedule of the (last) program into an .html file."""
+
+
+def command(argv: Sequence[str]) -> int:
+    """`jfsdp audit`."""
+    options = tyro.cli(AuditOptions, prog="jfsdp audit", args=list(argv))
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=140)
+    try:
+        files = [Audited.load(p) for p in (options.first, options.second) if p is not None]
+        for part in comparison(*files) if len(files) == 2 else tables(files[0]):
+            console.print(part)
+        if options.picture:
+            files[-1].draw(options.picture)
+    except (ValueError, OSError) as error:
+        print(f"jfsdp audit: error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,136 @@
+"""`jfsdp plan --compile`: the real step, compiled for GPUs that need not be there, beside the formulas.
+
+Owns the comparison, row by row. `gpu.py` compiles, `auditor.py` tells of the program, `forecast.py` has the formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from jfsdp import auditor, gpu
+from jfsdp.auditor import Audited
+from jfsdp.forecast import Forecast
+from jfsdp.hardware import CHIPS
+from jfsdp.mesh import REPLICA, SHARD
+from jfsdp.metrics import in_words
+from jfsdp.workload import Workload
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure by formula and by the compiler, in bytes."""
+
+    name: str
+    formula: float
+    compiled: float
+
+    @property
+    def error(self) -> float:
+        """Of the formula, over the compiler's figure; 0 where both are nothing."""
+        return (self.formula - self.compiled) / self.compiled if self.compiled else float(bool(self.formula))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A compiled workload."""
+
+    work: Workload
+    report: gpu.Report
+
+    @property
+    def audited(self) -> Audited:
+        replicas, shards = self.work.shape
+        return Audited(
+            name=f"{self.work.model} {self.work.mesh} {self.work.gpu} {self.work.plan.placement.strategy.value}",
+            text=self.report.text,
+            mesh_shape={REPLICA: replicas, SHARD: shards},
+            memory=self.report.memory,
+            platform=self.work.gpu,
+            jax_version=self.report.jax_version,
+            exposed=self.report.exposed,
+            network_gbps=self.work.network_gbps,
+        )
+
+    def rows(self) -> list[Row]:
+        """Formula and compiler for the same attention: memory, then traffic of 1 MiB and more by kind, axes, dtype."""
+        forecast, found = Forecast(self.work), self.audited
+        at_rest = sum(k.bytes for k in forecast.kept if k.name in ("parameters", "optimizer"))
+        memory = self.report.memory
+        rows = [
+            Row("memory: state and batch", at_rest, memory.argument),
+            Row("memory: while it runs", forecast.needed - at_rest, memory.needed - memory.argument),
+            Row("memory: needed", forecast.needed, memory.needed),
+        ]
+        formula: dict[tuple[str, str, str], float] = {}
+        for m in forecast.moves:
+            key = (m.kind, " x ".join(a for a in m.axes if found.mesh_shape[a] > 1), m.dtype)
+            formula[key] = formula.get(key, 0) + m.received
+        for key in dict.fromkeys([*formula, *found.traffic]):
+            both = formula.get(key, 0.0), found.traffic.get(key, 0)
+            if max(both) >= auditor.MIB and key[1]:
+                rows.append(Row(f"{key[0]} over {key[1]}, {key[2]}", *both))
+        return rows
+
+    def tables(self, forecast: Forecast) -> Iterator[Table | str]:
+        yield (
+            f"[bold]Compiled for {self.work.devices} x {CHIPS[self.work.gpu].name} by JAX {self.report.jax_version}[/] in "
+            + (f"{self.report.lower_seconds + self.report.compile_seconds:,.0f} s; nothing ran")
+        )
+        table = Table(box=box.SIMPLE, title="Formula and compiler", **auditor._TITLE)
+        for name in ("what", "formula", "compiled", "formula is off by"):
+            table.add_column(name, justify="left" if name == "what" else "right")
+        for row in self.rows():
+            table.add_row(row.name, in_words(row.formula), in_words(row.compiled), f"{row.error:+.1%}")
+        yield table
+        yield from auditor.tables(self.audited)
+        if forecast.work.attention != self.work.attention:
+            yield (
+                "[yellow]note[/]  compiled with chunked attention, as there is no cuDNN here, and compared with the formula "
+                "for the same; the tables above are for cuDNN's."
+            )
+
+    def draw(self, path) -> None:
+        self.audited.draw(path)
+
+    def save(self, path) -> None:
+        self.audited.save(path)
+
+    def to_json(self) -> dict[str, Any]:
+        memory, exposed = self.report.memory, self.report.exposed
+        played = self.audited.played
+        return {
+            "jax": self.report.jax_version,
+            "memory_bytes": memory._asdict() | {"needed": memory.needed},
+            "rows": [dataclasses.asdict(r) | {"error": r.error} for r in self.rows()],
+            "xla_exposed_us": exposed.step_us,
+            "xla_warnings": list(exposed.warnings),
+            "replay": {
+                self.audited.bodies.get(name, name): {"us": p.us, "exposed_us": p.exposed_us}
+                for name, p in played.items()
+            },
+            "compile_seconds": self.report.compile_seconds,
+        }
+
+
+def compile_workload(work: Workload) -> Compared:
+    """Compile the step of a workload ahead of time.
+
+    Raises: ValueError for a GPU that cannot be described to the compiler, RuntimeError where the compiler is not
+        installed.
+    """
+    described = work.cluster.chip.described
+    if described is None:
+        known = ", ".join(name for name, chip in CHIPS.items() if chip.described)
+        raise ValueError(f"gpu {work.gpu!r} is not described to the compiler. Compile for one of {known}.")
+    if missing := gpu.missing_tools():
+        raise RuntimeError(f"compiling for GPUs without one needs {missing}: pip install 'jfsdp[aot]'.")
+    work = dataclasses.replace(work, attention=work.attention if work.attention not in (None, "cudnn") else "chunked")
+    fields = {f.name: getattr(work, f.name) for f in dataclasses.fields(work)}
+    nic = {} if work.network_gbps is None else {"nic_gbps": round(work.network_gbps / 2)}
+    return Compared(work, gpu.compile_ahead("jfsdp.workload:ahead", fields, gpu=described, mesh=work.mesh, **nic))
