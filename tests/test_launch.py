@@ -103,7 +103,8 @@ def test_a_signal_is_passed_on_once_and_all_may_save(program, tmp_path, number):
         while not got:
             time.sleep(0.05)
         time.sleep(0.5 * (1 + rank))
-        Path(arguments[0], f"saved{rank}").write_text(str(len(got)))
+        has_own_group = os.getpgrp() == os.getpid()  # where a terminal's Ctrl-C does not reach it
+        Path(arguments[0], f"saved{rank}").write_text(f"{len(got)} {has_own_group}")
         sys.exit(128 + got[0])
     """)
     command = [sys.executable, "-m", "jfsdp.launch", "--nproc", "2", path, str(tmp_path)]
@@ -114,7 +115,7 @@ def test_a_signal_is_passed_on_once_and_all_may_save(program, tmp_path, number):
     os.killpg(started.pid, number)  # as a terminal does
     said = started.communicate(timeout=30)[1]
     assert started.returncode == 128 + number and "jfsdp.launch" not in said
-    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1 True", "1 True"]
 
 
 def test_the_end_of_one_that_got_a_signal_cuts_none_short(program, hurried, tmp_path, capfd):
