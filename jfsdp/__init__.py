@@ -3,12 +3,14 @@
 from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
 from jfsdp.mesh import make_mesh, simulate_devices
 from jfsdp.order import Prefetch
+from jfsdp.optim import label_params
 from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.stack import Stack, run_stack
 from jfsdp.step import Auxiliary, TrainState, TrainStep, eval_step, train_step
 from jfsdp.strategy import ShardingStrategy
+from jfsdp.summon import summon_full_gradients, summon_full_params, write_full_params
 from jfsdp.unit import call, unshard
 from jfsdp.vocab import Embed, Head
 from jfsdp.wrap import fully_shard, init_sharded, plan_module, plan_of, register_fsdp_forward_method
@@ -34,6 +36,7 @@ __all__ = [
     "eval_step",
     "fully_shard",
     "init_sharded",
+    "label_params",
     "make_mesh",
     "make_plan",
     "plan_module",
@@ -42,6 +45,9 @@ __all__ = [
     "run_stack",
     "simulate_devices",
     "size_based_auto_wrap_policy",
+    "summon_full_gradients",
+    "summon_full_params",
     "train_step",
     "unshard",
+    "write_full_params",
 ]

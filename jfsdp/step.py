@@ -227,6 +227,24 @@ class TrainStep:
             compiler_options=self._options or None,
         )
 
+    def gradients(self, state: TrainState, batch):
+        """The finished gradients that a step would hand to clipping, as stored shards (None where frozen).
+
+        See `summon.summon_full_gradients` for whole ones, by name.
+        """
+        self.check_batch(batch)
+        self._check_plan(state)
+        return self._jitted_gradients(state, batch)
+
+    @cached_property
+    def _jitted_gradients(self):
+        return jax.jit(
+            lambda state, batch: self._gradients(state, batch)[0],
+            in_shardings=(None, self.plan.batch_sharding),
+            out_shardings=self.plan.only_trainable(self.plan.shard_shardings),
+            compiler_options=self._options or None,
+        )
+
     def check_batch(self, batch) -> None:
         rows = {a.shape[0] if a.shape else None for a in jax.tree.leaves(batch)}
         devices = self.plan.placement.shards * self.plan.placement.replicas
