@@ -2,8 +2,8 @@
 
 from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
 from jfsdp.mesh import make_mesh, simulate_devices
-from jfsdp.order import Prefetch
 from jfsdp.optim import label_params
+from jfsdp.order import Prefetch
 from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.schedule import Schedule
