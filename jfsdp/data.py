@@ -147,6 +147,7 @@ def load(
     vocab_size: int,
     held_out: float = 0.05,
     end_of_document: int | None = None,
+    tokenizer: Any = None,
 ) -> tuple[Packed, Packed | None]:
     """The training and the evaluation rows of a source; evaluation is None for `held_out=0`.
 
@@ -155,6 +156,8 @@ def load(
     per line, under "text"; of a folder, `TEXT_SUFFIXES` are read in the order of their paths, nothing hidden.
     Token ids are memory-mapped: `.npy` of any integer dtype, or `.bin`, raw little-endian uint16, or uint32
     where the name ends in `.uint32.bin`. `end_of_document` is the id that closes a document there.
+
+    tokenizer: makes ids of text in place of bytes, see `tokenizer.py`; its own id ends a document.
 
     `held_out` is the fraction of documents to evaluate on, evenly spread over the source; where documents are
     too few for that, and for token ids, it is the last part of the stream.
@@ -183,9 +186,14 @@ def load(
             _check_ids(stream[first : first + (1 << 20)], first, name, vocab_size)
     else:
         name, documents = _read_text(source, skipped)
-        _check_text_options(name, vocab_size, end_of_document)
-        stream, cut = _join(documents, held_out)
-        end_of_document = END_OF_TEXT
+        _check_text_options(name, vocab_size, end_of_document, by_bytes=tokenizer is None)
+        if tokenizer is None:
+            encoded, end_of_document = [np.frombuffer(document, np.uint8) for document in documents], END_OF_TEXT
+        else:
+            encoded, end_of_document = [tokenizer.encode(text.decode()).ids for text in documents], tokenizer.end
+        stream, cut = _join(encoded, held_out, end_of_document)
+        if tokenizer is not None:
+            _check_ids(stream, 0, name, vocab_size)
     shared = dict(stream=stream, seq_len=seq_len, vocab_size=vocab_size, end_of_document=end_of_document)
     train = Packed(name=f"{name} (training)", start=0, stop=cut, skipped=dict(skipped), **shared)
     if not held_out:
@@ -193,27 +201,30 @@ def load(
     return train, Packed(name=f"{name} (evaluation)", start=cut, stop=len(stream), **shared)
 
 
-def _check_text_options(name: str, vocab_size: int, end_of_document: int | None) -> None:
-    if vocab_size < BYTE_VOCAB:
+def _check_text_options(name: str, vocab_size: int, end_of_document: int | None, by_bytes: bool) -> None:
+    if by_bytes and vocab_size < BYTE_VOCAB:
         raise ValueError(
             f"{name} is text, whose byte tokens need a vocabulary of {BYTE_VOCAB} ids; vocab_size is "
             f"{vocab_size}. Set vocab_size to {BYTE_VOCAB} or more, or give token ids as .npy or .bin."
         )
-    if end_of_document not in (None, END_OF_TEXT):
+    if end_of_document not in (None, END_OF_TEXT if by_bytes else None):
+        ends = f"{END_OF_TEXT}" if by_bytes else "the tokenizer's own id"
         raise ValueError(
             f"end_of_document is {end_of_document}, but {name} is text, whose documents end with "
-            f"{END_OF_TEXT}. Leave it out: it describes .npy and .bin files."
+            f"{ends}. Leave it out: it describes .npy and .bin files."
         )
 
 
-def _join(documents: list[bytes], held_out: float) -> tuple[np.ndarray, int]:
-    """One stream with the held-out documents last, and the position where they begin."""
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
+def _join(documents: list[np.ndarray], held_out: float, end: int) -> tuple[np.ndarray, int]:
+    """One stream of ids with `end` behind each document and the held-out ones last, and where these begin."""
+    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     for i, document in enumerate(documents):
         is_held = int((i + 1) * held_out) > int(i * held_out)  # each time that another whole one is due
         parts[is_held].append(document)
     kept, held = parts
-    stream = np.frombuffer(bytes([END_OF_TEXT]).join([*kept, *held, b""]), np.uint8)
+    dtype = documents[0].dtype if documents else np.uint8
+    closed = [part for document in [*kept, *held] for part in (document, np.array([end], dtype))]
+    stream = np.concatenate(closed) if closed else np.empty(0, dtype)
     tail = sum(len(document) + 1 for document in held) if held else round(held_out * len(stream))
     return stream, len(stream) - tail
 

@@ -14,24 +14,40 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import tyro
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from tyro.conf import DisallowNone, Positional
 
+from jfsdp.checkpoint import Checkpoint, Checkpoints, open_checkpoint
+from jfsdp.families import find_model
 from jfsdp.layout import ParamLayout, Plan
-from jfsdp.lora import ADAPTERS, BASE, LoraOptions, merge
+from jfsdp.lora import ADAPTERS, BASE, LoraOptions, add_lora, merge, parse_lora
+from jfsdp.mesh import make_mesh
 from jfsdp.precision import parse_dtype
 from jfsdp.safetensors import MAX_FILE_BYTES, Entry, Tensor, read_safetensors, write_safetensors, write_text
+from jfsdp.step import TrainState
+from jfsdp.summon import fetch_layer, insert_layer
+from jfsdp.wrap import plan_module
 
 _COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 """What an export takes over from the folder that the run started from."""
+
+
+Read = Callable[[ParamLayout, int], np.ndarray]
+"""One layer of a parameter, in its logical shape."""
 
 
 class Named(NamedTuple):
@@ -49,15 +65,23 @@ class Named(NamedTuple):
 def load_pretrained(folder: str | Path, plan: Plan, family: Any, *, start: Callable[[], Any] | None = None) -> Any:
     """The parameters in a Hugging Face folder, stored as `plan` says, in the plan's dtypes. See Note [Streaming].
 
+    folder: or a checkpoint of ours, or a run's folder: the weights of its newest one, saved on any mesh.
     start: makes the logical parameters of a new model; the adapters are taken from it, which no checkpoint has.
     Raises: ValueError that lists every tensor that is missing, unknown or misshapen, before any is read.
     """
-    tensors = read_safetensors(folder)
-    named = name_parameters(plan, family)
-    found = _match(Path(folder), tensors, named, plan, family)
+    if is_hugging_face(folder):
+        named = name_parameters(plan, family)
+        found = _match(Path(folder), read_safetensors(folder), named, plan, family)
+    else:
+        named, found = _match_saved(open_checkpoint(folder), plan)
     own = _new_parameters(plan, start, [leaf.path for leaf in plan.leaves if _is_adapter(leaf)])
     placed = {one.leaf.path: _place(one, [found[name] for name in one.names], plan) for one in named}
     return plan.map(lambda leaf: {**own, **placed}[leaf.path])
+
+
+def is_hugging_face(folder: str | Path) -> bool:
+    """Whether a folder (or file) is of Hugging Face's kind, and not a checkpoint of ours."""
+    return Path(folder).is_file() or (Path(folder) / "config.json").is_file()
 
 
 def save_pretrained(
@@ -74,17 +98,25 @@ def save_pretrained(
 ) -> list[Path]:
     """Write stored parameters as a folder that `transformers` loads; gives its weight files. See Note [Streaming].
 
+    config: of the model that `transformers` shall find.
     dtype: of the tensors on disk; None keeps each parameter's own.
     base: the Hugging Face folder that the model came from: its `config.json` is kept where the model does not say
         otherwise, and its tokenizer is copied.
     lora_scale: adapters are added to the weights they adapt, times this.
     """
+    options = dict(dtype=dtype, base=base, lora_scale=lora_scale, max_file_bytes=max_file_bytes)
+    return _write_model(folder, _from_devices(params, plan), plan, family, config, **options)
+
+
+def _write_model(
+    folder: str | Path, read: Read, plan: Plan, family: Any, config: Any, *, dtype, base, lora_scale, max_file_bytes
+) -> list[Path]:
     folder, is_writer = Path(folder), jax.process_index() == 0
     written = {**_read_config(base), **family.config_to(config)}
     dtype = None if dtype is None else parse_dtype(dtype)
     files = write_safetensors(
         folder,
-        entries(params, plan, family, dtype=dtype, lora_scale=lora_scale),
+        entries(read, plan, family, dtype=dtype, lora_scale=lora_scale),
         aliases=aliases(plan, family),
         max_file_bytes=max_file_bytes,
         is_writer=is_writer,
@@ -107,12 +139,17 @@ def save_adapter(
     base: what the adapter was trained on, as `peft` shall find it: a folder or a name on the hub.
     Raises: ValueError when the model has no adapters.
     """
-    values = dict(zip((leaf.path for leaf in plan.leaves), jax.tree.leaves(params), strict=True))
+    return _write_adapter(folder, _from_devices(params, plan), plan, family, options, base=base)
+
+
+def _write_adapter(
+    folder: str | Path, read: Read, plan: Plan, family: Any, options: LoraOptions, *, base
+) -> list[Path]:
     layouts = {leaf.path: leaf for leaf in plan.leaves}
     modules, out, is_writer = set(), [], jax.process_index() == 0
 
     def fetch(leaf: ParamLayout, layer: int) -> np.ndarray:
-        return fetch_layer(values[leaf.path], leaf, plan, layer).T.astype(np.float32)
+        return read(leaf, layer).T.astype(np.float32)
 
     for one in name_parameters(plan, family):
         adapters = [layouts[path] for path in _adapter_paths(one.leaf) if path in layouts]
@@ -177,18 +214,16 @@ def aliases(plan: Plan, family: Any) -> dict[str, str]:
     return {**getattr(family, "SHARED", {}), **tied}
 
 
-def entries(params: Any, plan: Plan, family: Any, *, dtype: Any = None, lora_scale: float = 1.0) -> Iterator[Entry]:
+def entries(read: Read, plan: Plan, family: Any, *, dtype: Any = None, lora_scale: float = 1.0) -> Iterator[Entry]:
     """The tensors of a checkpoint, layer by layer, adapters merged; each is fetched when it is written."""
-    values = dict(zip((leaf.path for leaf in plan.leaves), jax.tree.leaves(params), strict=True))
     layouts = {leaf.path: leaf for leaf in plan.leaves}
     named = name_parameters(plan, family)
 
     def fetch(one: Named, layer: int, dtype) -> np.ndarray:
-        whole = lambda leaf: fetch_layer(values[leaf.path], leaf, plan, layer)  # noqa: E731
-        value = whole(one.leaf)
+        value = read(one.leaf, layer)
         adapters = [layouts.get(path) for path in _adapter_paths(one.leaf)]
         if all(adapters):
-            value = merge(value, *map(whole, adapters), scale=lora_scale)
+            value = merge(value, *(read(leaf, layer) for leaf in adapters), scale=lora_scale)
         return (value.T if one.transposed else value).astype(dtype, copy=False)
 
     for layer in range(max(len(one.names) for one in named)):
@@ -198,17 +233,9 @@ def entries(params: Any, plan: Plan, family: Any, *, dtype: Any = None, lora_sca
                 yield Entry(one.names[layer], one.shape(), stored, partial(fetch, one, layer, stored))
 
 
-def fetch_layer(value: jax.Array, leaf: ParamLayout, plan: Plan, layer: int = 0) -> np.ndarray:
-    """One layer of a stored parameter on the host, in its logical shape; every process of a run must ask for it."""
-    spec = PartitionSpec(*leaf.rest_spec[1:]) if leaf.layers is not None else leaf.rest_spec
-    if not value.is_fully_addressable:
-        # all-gather over the shard axes: each device receives (S-1)/S of one layer of one parameter, overlapping
-        # nothing. In one process the host joins the shards instead.
-        spec = PartitionSpec()
-    sharding = plan.sharding(spec)
-    # A copy of what is not stacked: an array keeps what NumPy has once read of it as long as it lives.
-    value = _copy(sharding)(value) if leaf.layers is None else _pick(sharding)(value, layer)
-    return np.asarray(value)[tuple(slice(n) for n in leaf.shape)]
+def _from_devices(params: Any, plan: Plan) -> Read:
+    values = dict(zip((leaf.path for leaf in plan.leaves), jax.tree.leaves(params), strict=True))
+    return lambda leaf, layer: fetch_layer(values[leaf.path], leaf, plan, layer)
 
 
 def _is_adapter(leaf: ParamLayout) -> bool:
@@ -255,6 +282,56 @@ def _match(folder: Path, tensors: dict[str, Tensor], named: list[Named], plan: P
     return found
 
 
+@dataclass(frozen=True)
+class _SavedLayer:
+    """A parameter in a checkpoint of ours, or one layer of it, read like a tensor in a file."""
+
+    found: Checkpoint
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        if self.layer is None:
+            return self.found.read(self.name, index)
+        return self.found.read(self.name, (slice(self.layer, self.layer + 1), *index))[0]
+
+
+def _match_saved(found: Checkpoint, plan: Plan) -> tuple[list[Named], dict[str, _SavedLayer]]:
+    """Every parameter but the adapters, and its layers in a checkpoint of ours.
+
+    Raises: ValueError that lists what does not fit.
+    """
+    leaves = {leaf.path.replace(f".{BASE}.", "."): leaf for leaf in plan.leaves if not _is_adapter(leaf)}
+    _check_holds(found, {path: leaf.logical_shape for path, leaf in leaves.items()})
+    named, layers = [], {}
+    for path, leaf in leaves.items():
+        names = [f"{path}[{i}]" for i in range(leaf.layers or 1)]
+        named.append(Named(leaf, names, transposed=False))
+        for i, name in enumerate(names):
+            layers[name] = _SavedLayer(found, f"params.{path}", None if leaf.layers is None else i, leaf.shape)
+    return named, layers
+
+
+def _check_holds(found: Checkpoint, wanted: dict[str, tuple[int, ...]], part: str = "params") -> None:
+    start = f"{part}."
+    have = {
+        path.removeprefix(start): one.shape for path, one in found.metadata.leaves.items() if path.startswith(start)
+    }
+    problems = [
+        f"{path} is {list(have[path]) if path in have else 'missing'}, "
+        f"expected {list(wanted[path]) if path in wanted else 'none'}"
+        for path in {**wanted, **have}
+        if have.get(path) != wanted.get(path)
+    ]
+    if problems:
+        more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(
+            f"{found.path} does not hold this model: {'; '.join(problems[:20])}{more}. Name the model that it was "
+            "saved with."
+        )
+
+
 def _equal(a: Tensor, b: Tensor) -> bool:
     """Bitwise, a MiB or so at a time."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -273,7 +350,9 @@ def _place(one: Named, tensors: list[Tensor], plan: Plan) -> jax.Array:
     stacked = _zeros(rest, leaf.rest_shape, leaf.dtype)()
     for layer, tensor in enumerate(tensors):
         placed = _place_layer(one, tensor, sharding, leaf.rest_shape[1:])
-        stacked = jax.block_until_ready(_insert(rest)(stacked, placed, layer))  # waits, or host copies would pile up
+        stacked = jax.block_until_ready(
+            insert_layer(rest)(stacked, placed, layer)
+        )  # waits, or host copies would pile up
     return stacked
 
 
@@ -329,19 +408,110 @@ def _cast(sharding: NamedSharding, dtype):
     return jax.jit(lambda w: jnp.copy(w.astype(dtype)), out_shardings=sharding)
 
 
-@lru_cache(None)
-def _insert(sharding: NamedSharding):
-    def insert(stacked, w, layer):
-        return jax.lax.dynamic_update_index_in_dim(stacked, w.astype(stacked.dtype), layer, 0)
-
-    return jax.jit(insert, out_shardings=sharding, donate_argnums=0)
+# The commands `jfsdp export` and `jfsdp import`
 
 
-@lru_cache(None)
-def _pick(sharding: NamedSharding):
-    return jax.jit(lambda w, layer: jax.lax.dynamic_index_in_dim(w, layer, 0, False), out_shardings=sharding)
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write the model in a checkpoint of a run as a Hugging Face folder, tensor by tensor; no device holds it."""
+
+    checkpoint: Positional[Path]
+    """A checkpoint, or a run's folder: its newest one."""
+    out: Positional[Path]
+    """The folder to write."""
+    model: DisallowNone[str | None] = None
+    """The model, as for train.py; what the run was started with unless given."""
+    base: DisallowNone[Path | None] = None
+    """The Hugging Face folder that the run began with: its config.json is kept where the model does not say otherwise,
+    and its tokenizer is copied. What the run was started with unless given."""
+    dtype: DisallowNone[Literal["fp32", "bf16", "fp16"] | None] = None
+    """Dtype of the tensors on disk; each keeps its own unless given."""
+    adapter: bool = False
+    """Write the LoRA adapters alone, for peft; without it they are merged into the weights."""
+    part: Literal["params", "ema"] = "params"
+    """The weights, or their moving average."""
 
 
-@lru_cache(None)
-def _copy(sharding: NamedSharding):
-    return jax.jit(jnp.copy, out_shardings=sharding)
+def export_command(argv: Sequence[str]) -> int:
+    """`jfsdp export CKPT OUT`; gives the exit code."""
+    return _run_command("jfsdp export", Export, export, argv)
+
+
+def import_command(argv: Sequence[str]) -> int:
+    """`jfsdp import FOLDER CKPT`; gives the exit code."""
+    return _run_command("jfsdp import", Import, import_, argv)
+
+
+def _run_command(prog: str, kind: type, run: Callable[[Any], str], argv: Sequence[str]) -> int:
+    options = tyro.cli(kind, prog=prog, args=list(argv))
+    try:
+        print(run(options))
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def export(options: Export) -> str:
+    """What `jfsdp export` writes, and says.
+
+    Raises: ValueError for a checkpoint that does not say which model it holds, or holds another one.
+    """
+    found = open_checkpoint(options.checkpoint)
+    run = found.metadata.run
+    if (name := options.model or run.get("model")) is None:
+        raise ValueError(f"{found.path} does not say which model it holds. Name it with --model.")
+    model, lora = find_model(name), parse_lora(run["lora"]) if run.get("lora") else None
+    base = options.base or run.get("init_from")
+
+    def make() -> nnx.Module:
+        module = model.family.build(model.config, rngs=nnx.Rngs(0))
+        return module if lora is None else add_lora(module, lora, rngs=nnx.Rngs(0))
+
+    plan = plan_module(make, mesh=make_mesh("1x1", devices=jax.devices()[:1]))
+    held = found.metadata.leaves
+    _check_holds(found, {leaf.path: leaf.logical_shape for leaf in plan.leaves}, options.part)
+    stored = lambda leaf: jnp.dtype(held[f"{options.part}.{leaf.path}"].dtype)  # noqa: E731
+    plan = replace(plan, layouts=plan.map(lambda leaf: replace(leaf, dtype=stored(leaf))))
+
+    def read(leaf: ParamLayout, layer: int) -> np.ndarray:
+        name, layer = f"{options.part}.{leaf.path}", None if leaf.layers is None else layer
+        return _SavedLayer(found, name, layer, leaf.shape)[tuple(slice(0, n) for n in leaf.shape)]
+
+    if options.adapter:
+        if lora is None:
+            raise ValueError(f"{found.path} is of a run without --lora, so it has no adapters. Leave out --adapter.")
+        return _told(options.out, _write_adapter(options.out, read, plan, model.family, lora, base=base))
+    scale = 1.0 if lora is None else lora.scale
+    shape = dict(dtype=options.dtype, base=base, lora_scale=scale, max_file_bytes=MAX_FILE_BYTES)
+    return _told(options.out, _write_model(options.out, read, plan, model.family, model.config, **shape))
+
+
+def _told(folder: Path, files: list[Path]) -> str:
+    count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
+    return f"{folder}: {count}, {sum(file.stat().st_size for file in files):,} bytes of weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Make a checkpoint of the weights in a Hugging Face folder, to begin runs with: train.py --init-from."""
+
+    folder: Positional[Path]
+    """The Hugging Face folder."""
+    checkpoint: Positional[Path]
+    """The folder of the checkpoint to write."""
+
+
+def import_(options: Import) -> str:
+    """What `jfsdp import` writes, and says.
+
+    Raises: ValueError for a folder that does not hold a model that a family takes.
+    """
+    path = (options.folder / "config.json").absolute()
+    model = find_model(str(path))
+    plan = plan_module(lambda: model.family.build(model.config, rngs=nnx.Rngs(0)), mesh=make_mesh("auto"))
+    params = load_pretrained(options.folder, plan, model.family)
+    with Checkpoints(options.checkpoint) as checkpoints:
+        state = TrainState.create(params, optax.identity(), plan)
+        checkpoints.save(state, run=dict(model=str(path), init_from=str(options.folder.absolute())))
+    return f"{checkpoints.path(0)}: {plan.num_params:,} parameters of {model.name}"

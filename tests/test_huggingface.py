@@ -16,7 +16,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jfsdp.huggingface import entries, load_pretrained, name_parameters, save_pretrained
+from jfsdp.huggingface import entries, fetch_layer, load_pretrained, name_parameters, save_pretrained
 from jfsdp.safetensors import Entry, read_safetensors, write_safetensors
 from jfsdp.step import TrainState, train_step
 from jfsdp.wrap import plan_module
@@ -147,7 +147,9 @@ def their_loss(name):
 
 
 def tensors(params, plan, family):
-    return {entry.name: entry.fetch() for entry in entries(params, plan, family)}
+    values = dict(zip(plan.leaves, jax.tree.leaves(params)))
+    read = lambda leaf, layer: fetch_layer(values[leaf], leaf, plan, layer)  # noqa: E731
+    return {entry.name: entry.fetch() for entry in entries(read, plan, family)}
 
 
 def close(got, want, tolerance, what=""):
