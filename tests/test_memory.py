@@ -12,10 +12,12 @@ import numpy as np
 import optax
 import pytest
 
+from jfsdp import audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.unit import unshard
 from tests.support import compile_step, shape, submesh
 
 UNITS = 8
@@ -78,6 +80,50 @@ class TestWhatOptionsCost:
         """C-41, the memory: P instead of P/8, and less than one unit and a quarter more."""
         whole, shards = (temporary(rows=32, accumulate=4, no_sync=no_sync)[1] for no_sync in (True, False))
         assert UNITS * 7 / 8 <= whole - shards <= UNITS + 1.25
+
+
+class TestBoundsOfPyTorch:
+    """What PyTorch's own tests of FSDP2 allow, `U` bytes a unit: in fp32, parameters and gradients of equal size."""
+
+    WIDTH, INNER, ROWS = 128, 256, 8
+    UNIT = WIDTH * INNER * 4
+    PARAMS = {"blocks": {"kernel": shape(UNITS, WIDTH, INNER)}, "head": shape(WIDTH, 192)}
+    NON_BLOCK = WIDTH * 192 * 4
+    SHARDED = (UNITS * UNIT + NON_BLOCK) // 8
+    # One row a device of float32: its input saved for each layer, and a few of the widest at work.
+    ACTIVATIONS = (UNITS * WIDTH + 8 * INNER) * 4
+
+    def loss(self, schedule):
+        def block(w, x, _):
+            return x + jnp.tanh(x @ w["kernel"]) @ w["kernel"].T, None
+
+        def loss(params, batch, key):
+            head = unshard({"head": params["head"]})["head"]  # gathered at the start, kept to the end
+            x, _ = run_stack(block, params["blocks"], batch["x"], schedule=schedule)
+            return jnp.sum((x @ head) ** 2), jnp.float32(len(x))
+
+        return loss
+
+    def plan(self):
+        return make_plan(self.PARAMS, submesh("1x8"), units=BLOCKS)
+
+    def test_forward_needs_the_shards_three_units_and_what_is_no_block(self):
+        plan = self.plan()
+        evaluate = eval_step(self.loss(Schedule()), plan)
+        params = TrainState.abstract(optax.sgd(0.1), plan).params
+        memory = audit.memory(jax.jit(evaluate).lower(params, {"x": shape(self.ROWS, self.WIDTH)}).compile())
+        bound = self.SHARDED + 3 * self.UNIT + self.NON_BLOCK + self.ACTIVATIONS
+        assert self.SHARDED + self.UNIT < memory.needed <= bound
+
+    @pytest.mark.parametrize(("late", "more"), [(False, 0), (True, 1)])
+    def test_backward_needs_shards_and_their_gradients_three_units_and_what_is_no_block(self, late, more):
+        """Reduced in the same iteration; a late reduction may add one unit's gradient."""
+        plan, batch = self.plan(), {"x": shape(self.ROWS, self.WIDTH)}
+        step = train_step(self.loss(Schedule(late_reduce=late)), optax.sgd(0.1), plan)
+        state = TrainState.abstract(optax.sgd(0.1), plan)
+        memory = audit.memory(jax.jit(step.gradients).lower(state, batch).compile())
+        bound = 2 * self.SHARDED + (3 + more) * self.UNIT + self.NON_BLOCK + self.ACTIVATIONS
+        assert 2 * self.SHARDED + 2 * self.UNIT < memory.needed <= bound
 
 
 @pytest.mark.parametrize(
