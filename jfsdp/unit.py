@@ -36,9 +36,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from jfsdp import collectives
+from jfsdp import collectives, order
 from jfsdp.layout import ParamLayout
-from jfsdp.order import Order
+from jfsdp.order import Order, Turn
 from jfsdp.residuals import Arrays, Split, hoist, is_floating, spread
 
 Maybe = Sequence[Array | None]
@@ -190,18 +190,20 @@ def call_uncast(fn: Callable, params, *args):
     """`call` for a function that takes care of dtypes itself."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_sharded)
     sharded = [leaf for leaf in leaves if is_sharded(leaf)]
-    if not any(p.layout.placement.reshard_after_forward for p in sharded):
-        return fn(unshard(params), *args)
+    if not sharded:
+        return fn(params, *args)
     if len(sharded) < len(leaves):
         raise TypeError(
             f"a unit got {len(sharded)} sharded and {len(leaves) - len(sharded)} plain parameters. "
             "Lay out all of them in one plan."
         )
-    return _call_and_free(fn, sharded, tree, args)
+    return _call(fn, sharded, tree, args)
 
 
 def _gather_and_keep(sharded: list[Sharded]) -> Arrays:
     layouts = [p.layout for p in sharded]
+    for p in sharded:
+        p.order.uses.append(p.layout.unit)
     gather = jax.custom_vjp(lambda shards, sinks: collectives.gather(shards, layouts))
     gather.defvjp(
         lambda shards, sinks: (collectives.gather(shards, layouts), None),
@@ -210,9 +212,9 @@ def _gather_and_keep(sharded: list[Sharded]) -> Arrays:
     return gather([p.shard for p in sharded], [p.sink for p in sharded])
 
 
-def _call_and_free(fn: Callable, sharded: list[Sharded], tree, args):
+def _call(fn: Callable, sharded: list[Sharded], tree, args):
     layouts = [p.layout for p in sharded]
-    axes = layouts[0].placement.data_axes
+    axes, frees = layouts[0].placement.data_axes, any(leaf.placement.reshard_after_forward for leaf in layouts)
     x, x_tree = jax.tree.flatten(args)
     x = [collectives.vary(a, axes) if is_floating(a) else a for a in x]
     fn = partial(_flat_call, fn, tree, x_tree, out_tree := [])
@@ -222,42 +224,60 @@ def _call_and_free(fn: Callable, sharded: list[Sharded], tree, args):
     turn = sharded[0].order.next(layouts[0].unit)
     split: list[Split] = []
 
-    def forward(shards, sinks, x, consts, tickets):
-        waits_for = [t for t, other in zip(tickets, turn.wires) if other in turn.after] or x
-        x, ticket = _tie(x, axes)
-        shards, _ = jax.lax.optimization_barrier((shards, waits_for))  # See Note [Tickets]
-        weights = collectives.gather(shards, layouts)
+    def forward(shards, sinks, slots, x, consts, tickets, previous):
+        ticket = collectives.vary(order.ticket(x), axes)
+        waits_for = [t for t, other in zip(tickets, turn.wires) if other in turn.after] or [ticket]
+        weights = collectives.gather(order.after(waits_for, shards), layouts)  # See Note [Tickets]
         wanted = (trained, [is_floating(c) for c in consts], [])
         split.append(Split(lambda w, x, c, _: fn(c, w, x), weights, x, consts, [], wanted))
         out, saved = split[-1].forward(weights, x, consts, [])
-        return (out, ticket), (collectives.keep(weights, shards, layouts), saved, x, consts)
+        kept = collectives.keep(weights, shards, layouts) if frees else weights
+        return (out, ticket, jnp.zeros_like(ticket)), (kept, saved, x, consts)
 
     def backward(residuals, cotangents):
-        (kept, saved, x, consts), (cotangents, opened) = residuals, cotangents
-        # The barrier keeps the compiler from finding the forward pass's gather again and holding on to its result, and
-        # from gathering for the backward pass before it is this unit's turn.
-        kept, _ = jax.lax.optimization_barrier((kept, opened if turn.is_opened else cotangents))
-        cotangents, opening = _tie(cotangents, axes)
-        weights = collectives.gather_again(kept, layouts)
+        (kept, saved, x, consts), (cotangents, opened, reduced_above) = residuals, cotangents
+        weights, opening = kept, collectives.vary(order.ticket(cotangents), axes)
+        if frees:
+            # Not before it is this unit's turn; and XLA must not take it for the forward pass's gather, and hold on to
+            # the result of that.
+            weights = collectives.gather_again(order.after([opened if turn.is_opened else opening], kept), layouts)
         to_weights, to_x, to_consts, _ = split[-1].pullback(weights, saved, consts, [], cotangents)
+        to_sinks, to_slots = _hand_back(spread(to_weights, trained), sharded, turn)
+        # What is below waits for the reduction above, so that no more than two whole gradients are alive.
+        to_x, to_consts = (order.after([reduced_above], arrays) for arrays in (to_x, to_consts))
+        reduced = collectives.vary(order.ticket(to_slots), axes)
         return (
             [None] * len(layouts),
-            _to_sinks(spread(to_weights, trained), sharded),
+            to_sinks,
+            to_slots,
             fill_integers(to_x, x),
             fill_integers(to_consts, consts),
             [opening if other in turn.opens else jnp.zeros_like(opening) for other in turn.wires],
+            None if turn.previous is None else reduced,
         )
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
     run.defvjp(forward, backward)
-    tickets = [other.ticket for other in turn.wires]
-    out, turn.ticket = run([p.shard for p in sharded], [p.sink for p in sharded], x, consts, tickets)
+    places = [[getattr(p, name) for p in sharded] for name in ("shard", "sink", "slot")]
+    previous = None if turn.previous is None else turn.previous.reduced
+    out, turn.ticket, turn.reduced = run(*places, x, consts, [other.ticket for other in turn.wires], previous)
     return jax.tree.unflatten(out_tree[-1], out)
 
 
-def _tie(arrays, axes: tuple[str, ...]):
-    """The same arrays, and a ticket that is there when they are."""
-    return jax.lax.optimization_barrier((arrays, collectives.vary(jnp.zeros((), jnp.float32), axes)))
+def _hand_back(grads: Maybe, params: list[Sharded], turn: Turn) -> tuple[list, list]:
+    """One use's gradients, as cotangents of sinks and of slots: of a unit that is called once they are reduced here."""
+    here = [
+        i
+        for i, p in enumerate(params)
+        if grads[i] is not None and p.layout.dim is not None and turn.is_only and not p.regime.no_sync
+    ]
+    to_slots: list = [None] * len(params)
+    with jax.named_scope("reduce_scatter"):
+        pieces = collectives.reduce_scatter([grads[i] for i in here], [params[i].layout for i in here])
+    for i, piece in zip(here, pieces):
+        to_slots[i] = collectives.vary(piece, params[i].layout.placement.data_axes)
+    to_sinks = _to_sinks([None if i in here else g for i, g in enumerate(grads)], params)
+    return to_sinks, to_slots
 
 
 def _flat_call(fn, tree, x_tree, out_tree, weights, x):
@@ -319,7 +339,7 @@ def _track_unit(params: list[Sharded]) -> list[Sharded]:
 
 def _to_sinks(grads: Arrays, params: list[Sharded]) -> list:
     """Whole gradients in the dtype in which several uses are added up; None where no gradient is wanted."""
-    return [None if p.sink is None else g.astype(p.layout.reduce_dtype) for g, p in zip(grads, params)]
+    return [None if p.sink is None or g is None else g.astype(p.layout.reduce_dtype) for g, p in zip(grads, params)]
 
 
 def _add(*parts: Array | None) -> Array | None:
