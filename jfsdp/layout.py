@@ -116,6 +116,13 @@ class ParamLayout:
         return (self.precision.param_dtype if floating else None) or self.dtype
 
     @property
+    def gather_dtype(self) -> jnp.dtype | None:
+        """Dtype of the codes that the parameter is gathered as; None where it is gathered in `param_dtype`. Small
+        parameters are exempt: norms and biases cost little and bear rounding least."""
+        floating = jnp.issubdtype(self.dtype, jnp.floating)
+        return self.precision.gather_dtype if floating and not self.small else None
+
+    @property
     def reduce_dtype(self) -> jnp.dtype:
         return self.precision.reduce_dtype or self.dtype
 

@@ -30,6 +30,11 @@ _NAMES = {
     "float16": "float16",
     "float64": "float64",
 }
+_CODES = {
+    "int8": jnp.dtype("int8"),
+    "fp8": jnp.dtype("float8_e4m3fn"),
+    "float8_e4m3fn": jnp.dtype("float8_e4m3fn"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +42,12 @@ class MixedPrecision:
     """Dtypes of one unit, named as in PyTorch; None keeps the parameter's own dtype."""
 
     param_dtype: jnp.dtype | None = None
-    """Dtype on the gather's wire and in the computation."""
+    """Dtype of the computation, and on the gather's wire unless `gather_dtype` says otherwise."""
     reduce_dtype: jnp.dtype | None = None
     """Dtype on the reduction's wire; None reduces in the stored dtype, so bf16 compute reduces in fp32."""
+    gather_dtype: jnp.dtype | None = None
+    """"int8" or "fp8": large parameters are gathered as codes of one byte with a scale per 256 of them, and computed in
+    `param_dtype`; gradients as if nothing had been rounded. None gathers in `param_dtype`."""
     output_dtype: jnp.dtype | None = None
     """Dtype of the floating arrays that a call of the unit gives back; None leaves them as they come."""
     buffer_dtype: jnp.dtype | None = None
@@ -54,6 +62,12 @@ class MixedPrecision:
             value = getattr(self, field)
             if value is not None:
                 object.__setattr__(self, field, parse_dtype(value, field))
+
+        if self.gather_dtype is not None:
+            code = next((code for name, code in _CODES.items() if self.gather_dtype in (name, code)), None)
+            if code is None:
+                raise ValueError(f"gather_dtype {self.gather_dtype!r} is unknown. Use one of {', '.join(_CODES)}.")
+            object.__setattr__(self, "gather_dtype", code)
 
     def cast_inputs(self, args):
         """What a call of the unit receives, as it is to see it."""
