@@ -16,8 +16,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jfsdp.huggingface import entries, fetch_layer, load_pretrained, name_parameters, save_pretrained
-from jfsdp.safetensors import Entry, read_safetensors, write_safetensors
+from jfsdp.huggingface import _cast, entries, fetch_layer, load_pretrained, name_parameters, save_pretrained
+from jfsdp.safetensors import Entry, Tensor, read_safetensors, write_safetensors
 from jfsdp.step import TrainState, train_step
 from jfsdp.wrap import plan_module
 from models import gpt2, llama, t5
@@ -287,6 +287,27 @@ def test_neither_way_holds_more_than_a_tensor_on_the_host(tmp_path):
     assert used < 2.5 * largest < whole / 8
     _, used = peak(lambda: save_pretrained(tmp_path / "out", params, plan, llama, config))
     assert used < 2.5 * largest
+
+
+def test_each_piece_is_read_once_however_many_devices_hold_it(tmp_path, monkeypatch):
+    write_random(tmp_path, llama, UNEVEN)
+    reads, real = [], Tensor.__getitem__
+    monkeypatch.setattr(Tensor, "__getitem__", lambda self, index: reads.append(1) or real(self, index))
+    open_model(tmp_path, llama, "2x4", strategy="NO_SHARD")
+    assert len(reads) == len(read_safetensors(tmp_path))
+    reads.clear()
+    _, plan, _ = open_model(tmp_path, llama, "2x4")
+    pieces = sum((leaf.layers or 1) * (1 if leaf.dim is None else 4) for leaf in plan.leaves)
+    assert len(reads) == pieces
+
+
+def test_a_parameter_shares_no_memory_with_what_was_placed():
+    """Copies on several CPU devices may be one buffer of the host's, and the step donates them."""
+    sharding = jax.sharding.NamedSharding(submesh("1x2"), jax.sharding.PartitionSpec())
+    placed = jax.device_put(jnp.zeros((8, 8)), sharding)
+    kept = _cast(sharding, jnp.dtype(jnp.float32))(placed)
+    pointers = [shard.data.unsafe_buffer_pointer() for a in (placed, kept) for shard in a.addressable_shards]
+    assert len(set(pointers)) == 4
 
 
 def test_every_wrong_tensor_is_listed_in_one_error(tmp_path):
