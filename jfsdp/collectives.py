@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jfsdp import quantise
+from jfsdp import offload
 from jfsdp.layout import ParamLayout, unpad
 from jfsdp.strategy import Placement
 
@@ -33,6 +34,7 @@ def gather(shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:
     Large parameters take one operation each, in codes of `gather_dtype` where it is set, small ones one per dtype.
     Parameters that are whole at rest only change dtype.
     """
+    shards = offload.to_device(list(shards))
     # Cast first: the wire carries param_dtype.
     cast = [vary(w.astype(leaf.param_dtype), leaf.placement.data_axes) for w, leaf in zip(shards, layouts)]
     cut = [i for i, leaf in enumerate(layouts) if leaf.dim is not None and not leaf.placement.whole_at_rest]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jfsdp.layout import Plan
+from jfsdp.offload import to_device
 from jfsdp.precision import wide
 
 Decay = float | Callable[[Array], Array]
@@ -23,7 +24,7 @@ def start(params, plan: Plan):
     """The average at step 0: the weights themselves, in buffers of its own."""
 
     def copies(params):
-        return jax.tree.map(lambda w: jnp.copy(w.astype(wide(w.dtype))), plan.only_trainable(params))
+        return jax.tree.map(lambda w: jnp.copy(w.astype(wide(w.dtype))), plan.only_trainable(to_device(params)))
 
     return jax.jit(copies, out_shardings=plan.only_trainable(plan.rest_shardings))(params)
 
@@ -53,7 +54,7 @@ def averaged(average, params, plan: Plan):
     `params`."""
 
     def copies(average):
-        return plan.map(lambda leaf, a: jnp.copy(a.astype(leaf.dtype)) if leaf.trainable else None, average)
+        return plan.map(lambda leaf, a: jnp.copy(a.astype(leaf.dtype)) if leaf.trainable else None, to_device(average))
 
     shardings = plan.only_trainable(plan.rest_shardings)
     return plan.with_trainable(params, jax.jit(copies, out_shardings=shardings)(average))

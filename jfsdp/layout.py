@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jfsdp.offload import HOST, OffloadPolicy
 from jfsdp.order import Prefetch
 from jfsdp.precision import MixedPrecision
 from jfsdp.strategy import Placement, ShardingStrategy, resolve
@@ -211,6 +212,7 @@ class Plan:
     precision: MixedPrecision = MixedPrecision()
     """Dtypes of units that say nothing of their own."""
     prefetch: Prefetch = Prefetch()
+    offload: OffloadPolicy = OffloadPolicy()
     door: Door = Door()
     """How a loss sees parameters and buffers (as a module, for the NNX door)."""
 
@@ -253,10 +255,14 @@ class Plan:
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
+    def rest_sharding(self, leaf: ParamLayout) -> NamedSharding:
+        """Where a parameter lies between steps, on the device or on the host."""
+        return NamedSharding(self.mesh, leaf.rest_spec, memory_kind=HOST if self.offload.params else None)
+
     @property
     def rest_shardings(self):
         """Shardings of the parameters between steps."""
-        return self.map(lambda leaf: self.sharding(leaf.rest_spec))
+        return self.map(self.rest_sharding)
 
     @property
     def shard_shardings(self):
@@ -288,7 +294,7 @@ class Plan:
                     f"{leaf.path}: got shape {tuple(w.shape)}, the plan was made for {leaf.logical_shape}."
                 )
             w = jnp.copy(w)  # device_put may share buffers, and the caller's arrays must survive a donated state
-            return jax.device_put(w if leaf.placement.whole_at_rest else pad(w, leaf), self.sharding(leaf.rest_spec))
+            return jax.device_put(w if leaf.placement.whole_at_rest else pad(w, leaf), self.rest_sharding(leaf))
 
         return self.map(one, params)
 
@@ -314,6 +320,7 @@ def make_plan(
     units: Mapping[str, UnitOptions] | None = None,
     trainable: Callable[[str], bool] = lambda path: True,
     prefetch: Prefetch = Prefetch(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
     door: Door = Door(),
 ) -> Plan:
     """Lay out a pytree of arrays or `jax.ShapeDtypeStruct` on `mesh`.
@@ -323,6 +330,7 @@ def make_plan(
     trainable: whether the parameter at a path is trained; the others are sharded and gathered, never reduced or
         updated.
     prefetch: how far units that are called one by one are gathered ahead; a stack's `Schedule` is its own.
+    offload_policy: what lies in the host's memory, see `offload.py`.
     Raises: ValueError for a prefix that matches no parameter and for a stacked unit whose leaves have unequal numbers
         of layers, TypeError for a trained parameter that is not floating.
     """
@@ -344,7 +352,7 @@ def make_plan(
         layouts.append(_layout(path, unit, leaf, options, own, options.precision or precision, trainable(path)))
     _check_layers(layouts)
     prefetch.check(tuple({leaf.unit for leaf in layouts}))
-    return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, precision, prefetch, door)
+    return Plan(mesh, placement, jax.tree.unflatten(tree, layouts), units, precision, prefetch, offload_policy, door)
 
 
 def _placement(options: UnitOptions, strategy, mesh: Mesh) -> Placement:

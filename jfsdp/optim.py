@@ -25,6 +25,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
 from jfsdp.layout import ParamLayout, Plan, pad, path_name, unpad
+from jfsdp.offload import HOST, to_device
 from jfsdp.precision import wide
 
 
@@ -68,7 +69,13 @@ class Optimizer:
 
     @property
     def state_shardings(self):
-        return jax.tree.map(lambda s: self.plan.sharding(s.spec), self.leaves)
+        """Where the state lies between steps."""
+
+        def one(leaf: _StateLeaf):
+            sharding = self.plan.sharding(leaf.spec)
+            return sharding.with_memory_kind(HOST) if leaf.like_param and self.plan.offload.opt_state else sharding
+
+        return jax.tree.map(one, self.leaves)
 
     def init(self, params):
         """Stored state for stored parameters, created sharded."""
@@ -99,7 +106,7 @@ class Optimizer:
         updates, state = update(logical(grads), self._unpad(state), shards)
         new = optax.apply_updates(shards, updates)
         new = self._map(lambda leaf, w: pin(pad(w, leaf), self.plan.sharding(leaf.shard_spec)), new)
-        return new, jax.tree.map(pin, self._pad(state), self.state_shardings)
+        return new, jax.tree.map(lambda a, s: pin(a, self.plan.sharding(s.spec)), self._pad(state), self.leaves)
 
     def stored_shards(self, params):
         """Stored parameters as stored shards: of what is whole at rest each device takes its piece; moves nothing."""
@@ -112,6 +119,7 @@ class Optimizer:
         return self._map(one, params)
 
     def _create(self, params):
+        params = to_device(params)
         params = self._map(lambda leaf, w: w if leaf.placement.whole_at_rest else unpad(w, leaf), params)
         return self._pad(self._per_layer(self.tx.init, [self._param_axes], self._state_axes)(params))
 

@@ -31,7 +31,7 @@ from jax import Array
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
-from jfsdp import collectives, randomness
+from jfsdp import collectives, offload, randomness
 from jfsdp import ema as averages
 from jfsdp.gpu import compiler_options
 from jfsdp.layout import Door, ParamLayout, Plan, UnitOptions, path_name
@@ -132,7 +132,7 @@ class TrainState:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         everywhere, rule = plan.sharding(PartitionSpec()), _loss_scale(plan, loss_scale)
-        params = plan.map(lambda leaf: struct(leaf.rest_shape, leaf.dtype, plan.sharding(leaf.rest_spec)))
+        params = plan.map(lambda leaf: struct(leaf.rest_shape, leaf.dtype, plan.rest_sharding(leaf)))
         scalar = struct((), jnp.int32, everywhere)
         key = struct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, everywhere)
         buffers = plan.door.buffer_shapes() if buffers is None else buffers
@@ -145,7 +145,7 @@ class TrainState:
 
     def logical_params(self):
         """The parameters in their logical shapes, sharded."""
-        return self.plan.unpad(self.params)
+        return self.plan.unpad(offload.fetched(self.params))
 
     def averaged_params(self):
         """The average of the weights, stored as parameters are: for `eval_step`, an export, or
@@ -161,7 +161,7 @@ class TrainState:
         """A callable view of the current parameters, or of their average, for use outside the step; valid until the
         state is donated."""
         params = self.averaged_params() if averaged else self.params
-        return self.plan.door.outside(self.plan.unpad(params), self.buffers)
+        return self.plan.door.outside(self.plan.unpad(offload.fetched(params)), self.buffers)
 
 
 class TrainStep:
@@ -287,25 +287,40 @@ class TrainStep:
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         if self.clip_value is not None:
             grads = jax.tree.map(lambda g: jnp.clip(g, -self.clip_value, self.clip_value), grads)
-        old = self.optimizer.stored_shards(plan.only_trainable(state.params))
-        params, opt_state = self.optimizer.update(grads, state.opt_state, old)
+        old = self.optimizer.stored_shards(offload.to_device(plan.only_trainable(state.params)))
+        skips = self.nonfinite != "ignore" or state.scale is not None
+        params, opt_state = self._update(grads, state.opt_state, old, finite if skips else None)
         step, skipped, scale = state.step + 1, state.skipped, state.scale
-        skips = self.nonfinite != "ignore" or scale is not None
         if skips:
-            new, kept = (params, opt_state, buffers), (old, state.opt_state, state.buffers)
-            params, opt_state, buffers = jax.tree.map(partial(jnp.where, finite), new, kept)
+            buffers = jax.tree.map(partial(jnp.where, finite), buffers, state.buffers)
             skipped = skipped + 1 - finite.astype(jnp.int32)
         metrics |= {"skipped": skipped, "updates": step - skipped, "bad": ~jnp.isfinite(sums)}
         if scale is not None:
             metrics["loss_scale"], scale = scale.scale, scale.after(finite)
             metrics["bad"] &= scale.scale == metrics["loss_scale"]  # no matter of scale
         params = plan.with_trainable(state.params, self._gather_whole(params))
-        ema = state.ema
+        ema = offload.to_device(state.ema)
         if ema is not None:
-            moved = averages.advance(ema, params, plan, self.ema, state.step - state.skipped)
+            moved = averages.advance(ema, offload.to_device(params), plan, self.ema, state.step - state.skipped)
             ema = jax.tree.map(partial(jnp.where, finite), moved, ema) if skips else moved
-        new = dict(params=params, opt_state=opt_state, buffers=buffers, scale=scale, ema=ema)
-        return replace(state, step=step, skipped=skipped, **new), metrics
+        at_rest = self._state_shardings()
+        new = dict(params=params, opt_state=opt_state, ema=ema)
+        new = {name: offload.store(tree, getattr(at_rest, name)) for name, tree in new.items()}
+        return replace(state, step=step, skipped=skipped, buffers=buffers, scale=scale, **new), metrics
+
+    def _update(self, grads, opt_state, old, finite: Array | None):
+        """New parameter shards and optimizer state, or the old ones where `finite` says no (None: always new)."""
+
+        def compute(grads, opt_state, old, finite):
+            new = self.optimizer.update(grads, opt_state, old)
+            return new if finite is None else jax.tree.map(partial(jnp.where, finite), new, (old, opt_state))
+
+        policy = self.plan.offload
+        if policy.gradients:
+            grads = offload.to_host(grads)
+        if policy.step_on == "host":
+            return offload.computed_on_host(compute)(grads, opt_state, old, finite)
+        return compute(offload.to_device(grads), offload.to_device(opt_state), old, finite)
 
     def _gradients(self, state: TrainState, batch):
         """Finished gradient shards (global arrays, None where frozen), new buffers, metrics, and what each trained
@@ -396,6 +411,8 @@ class TrainStep:
             if leaf.placement.whole_at_rest and leaf.dim is not None:
                 units.setdefault(leaf.unit, []).append(i)
         chosen = [i for members in units.values() for i in members]
+
+        flat = offload.to_device(flat) if chosen else flat
 
         def local(*flat):
             given = dict(zip(chosen, flat))
@@ -646,6 +663,8 @@ def _enter(plan: Plan, params, slots, held, regime: Regime):
     # Not `tree.leaves`: None is a frozen parameter's slot here, and a node of the caller's own pytree there.
     flat = [absent if t is None else tree.flatten_up_to(t) for t in (params, slots, held)]
     order = Order(plan.prefetch)
+    # Layers of a stack are fetched from the host one by one, by the gather.
+    flat[0] = [w if leaf.layers is not None else offload.to_device(w) for leaf, w in zip(plan.leaves, flat[0])]
     entered = [enter(w, slot, h, leaf, regime, order) for leaf, w, slot, h in zip(plan.leaves, *flat)]
     return jax.tree.unflatten(tree, entered)
 
@@ -689,7 +708,7 @@ def _at(tree, i: int):
 
 def _check_placed(params, plan: Plan) -> None:
     for leaf, w in zip(plan.leaves, jax.tree.leaves(params), strict=True):
-        wanted = plan.sharding(leaf.rest_spec)
+        wanted = plan.rest_sharding(leaf)
         if tuple(w.shape) != leaf.rest_shape or not w.sharding.is_equivalent_to(wanted, w.ndim):
             raise ValueError(
                 f"{leaf.path}: got {tuple(w.shape)} placed as {w.sharding}, "

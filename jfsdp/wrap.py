@@ -30,6 +30,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jfsdp import randomness
 from jfsdp.layout import Door, Plan, UnitOptions, make_plan
+from jfsdp.offload import OffloadPolicy
 from jfsdp.order import Prefetch
 from jfsdp.policy import Policy
 from jfsdp.precision import MixedPrecision
@@ -49,6 +50,7 @@ class _Mark:
     ignored: Callable[[str], bool] | None = None
     trainable: Any = nnx.Param
     prefetch: Prefetch = Prefetch()
+    offload: OffloadPolicy = OffloadPolicy()
     is_entered: bool = False
     """The whole model inside a step, whose calls cast although its parameters are gathered already."""
 
@@ -65,6 +67,7 @@ def fully_shard(
     auto_wrap_policy: Policy | None = None,
     trainable: Any = nnx.Param,
     prefetch: Prefetch = Prefetch(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
     remat: str | tuple[str, ...] = "none",
 ) -> nnx.Module:
     """Make a module a unit, in place: its parameters are sharded, its call gathers, computes and frees. Gives it back.
@@ -80,6 +83,7 @@ def fully_shard(
     ignored_params: `path -> bool`; those are kept whole on every device, and their gradients all-reduced.
     trainable: an NNX filter (a Variable type, a predicate); other parameters are frozen.
     prefetch: for the whole model: how far units that are called one by one are gathered ahead.
+    offload_policy: for the whole model: what a `TrainState` of it keeps in the host's memory, see `offload.py`.
     remat: activation checkpointing of the unit's call, see `stack.checkpointed`; adds no gather.
     Raises: TypeError for what is no NNX module, ValueError for options that do not fit the mesh.
     """
@@ -99,7 +103,7 @@ def fully_shard(
         nodes = {_name(path): node for path, node in nnx.iter_modules(module)}
         for name, chosen in auto_wrap_policy(module).items():
             _mark(nodes[name], _Mark(options=chosen))
-    whole = dict(mesh=mesh, ignored=ignored_params, trainable=trainable, prefetch=prefetch)
+    whole = dict(mesh=mesh, ignored=ignored_params, trainable=trainable, prefetch=prefetch, offload=offload_policy)
     _mark(module, _Mark(options=options, **whole))
     if mesh is not None and not _is_abstract(module):
         _place(module, plan_of(module))
@@ -165,6 +169,7 @@ def plan_of(module: nnx.Module, make_model: Callable[[], nnx.Module] | None = No
         units=units,
         trainable=lambda name: is_trained(tuple(name.split(".")), variables[name]),
         prefetch=mark.prefetch,
+        offload_policy=mark.offload,
         door=_ModuleDoor(graph, params, rest, kept=frozenset() if asked else frozenset({"", *shared}), make=make_model),
     )
 
