@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jfsdp import quantise
-from jfsdp import offload
+from jfsdp import offload, quantise
 from jfsdp.layout import ParamLayout, unpad
 from jfsdp.strategy import Placement
 

@@ -384,7 +384,7 @@ def _new_parameters(plan: Plan, start, paths: list[str]) -> dict[str, jax.Array]
         flat = jax.tree.leaves(plan.pad(start()))
         return [flat[i] for i in chosen]
 
-    made = jax.jit(create, out_shardings=[plan.sharding(leaves[i].rest_spec) for i in chosen])()
+    made = jax.jit(create, out_shardings=[plan.rest_sharding(leaves[i]) for i in chosen])()
     return {leaves[i].path: value for i, value in zip(chosen, made)}
 
 
