@@ -1,32 +1,42 @@
 """Train a language model with its parameters sharded over a mesh of devices: `python train.py --help`.
 
 What happens in a run: options are checked against devices, model and data (`jfsdp/cli.py`); the model is
-created sharded; each step reads a batch, computes and updates (`jfsdp/step.py`); now and then held-out data
-is evaluated; what was measured goes to the screen and to files (`jfsdp/metrics.py`, `jfsdp/tables.py`).
+created sharded, or restored (`jfsdp/checkpoint.py`); each step reads a batch, computes and updates
+(`jfsdp/step.py`); now and then held-out data is evaluated and the state is saved; what was measured goes to the
+screen and to files (`jfsdp/metrics.py`, `jfsdp/tables.py`).
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import jax
 import optax
 from flax import nnx
 from rich.console import Console
+from rich.markup import escape
 
-from jfsdp import cli, data, processes, tables
+from jfsdp import auditor, cli, data, processes, tables
+from jfsdp.checkpoint import Metadata, SaveError, open_checkpoint, restore
+from jfsdp.generate import make_generate
+from jfsdp.huggingface import load_pretrained
 from jfsdp.layout import Plan
 from jfsdp.metrics import Screen, Throughput, memory, record
 from jfsdp.step import TrainState, eval_step, train_step
 from jfsdp.watchdog import Watchdog
-from jfsdp.wrap import init_sharded, plan_module
+from jfsdp.wrap import plan_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and give 0, or 130 after Ctrl-C. Exits with 2 for usage and 1 for a failed run."""
+    """Run a command line and give 0, or what a signal made of it: 130 for Ctrl-C, 143 for SIGTERM.
+
+    Exits with 2 for usage and 1 for a failed run.
+    """
     with processes.together():
         return run(argv)
 
@@ -48,35 +58,50 @@ def run(argv: Sequence[str] | None) -> int:
 
 
 def train(job: cli.Job, console: Console) -> int:
-    """Create the model, take the steps, tell how it went."""
+    """Create or restore the model, take the steps, tell how it went."""
     config, steps = job.config, job.config.training.steps
-    params, plan = init_sharded(job.make_model, **job.sharding)
+    plan = plan_module(job.make_model, **job.sharding)
     console.print(tables.sharding_table(job, plan))
 
     tx, schedule = optimizer(config.training, plan)
-    state = TrainState.create(params, tx, plan, seed=config.training.seed)
+    with cli.exits(2, ValueError):
+        state, saved = begin(job, plan, tx, console)
+    start = 0 if saved is None else saved.step
+    if start >= steps:
+        console.print(f"nothing to do: step {start} of {steps} is in {job.resume}. --steps trains longer.")
+        return 0
     no_sync, clip_norm = not config.training.sync, config.training.clip_norm
     step = train_step(loss, tx, plan, accumulate=config.data.accumulate, no_sync=no_sync, clip_norm=clip_norm)
-    evaluate = evaluation(job, plan)
+    evaluate, sample = evaluation(job, plan), sampling(job, plan)
 
     throughput, losses = Throughput(plan.mesh.devices.size), []
     with ExitStack() as stack:
         stop = stack.enter_context(cli.stops_between_steps())
         watchdog = stack.enter_context(Watchdog(config.processes.hang_timeout))
+        saver = stack.enter_context(Saver(job, state))
         writers = [*job.writers, Screen(console, steps, throughput)]
         for writer in writers:
             stack.callback(writer.close)
-        for number, batch in enumerate(throughput.waits(ahead(job.batches, plan, steps)), start=1):
+        stop.nothing_to_lose = True
+        for number, batch in enumerate(throughput.waits(ahead(job.batches, plan, steps - start)), start=start + 1):
             lr = schedule(number - 1)
+            if number == start + 1 and (config.output.audit or config.output.audit_file):
+                audit(job, plan, step.lower(state, batch).compile(), console)
             state, result = step(state, batch)
-            stops = processes.vote(stop.is_set)
+            asks = processes.vote(lambda: stop.is_set() or saver.is_late())
             timing = throughput.step(result, tokens=result.pop("weight"), places=job.places)
+            stop.nothing_to_lose = False
             watchdog.beat(f"step {number}")
-            values, is_last = dict(result, lr=lr), stops()
+            values, asked = dict(result, lr=lr), asks()
+            is_last = asked and processes.vote(stop.is_set)()
             if job.evaluates_after(number) and not is_last:
-                values["eval_loss"] = evaluate(state.params)
+                values["eval_loss"] = evaluate(state.params, stop.is_set)
+                is_last = processes.vote(stop.is_set)()
                 watchdog.beat(f"the evaluation after step {number}")
-                throughput.restart()
+                if sample is not None and not is_last:
+                    console.print(f"[bold cyan]sample   [/] {escape(sample(state.params))}")
+            saver.after(number, state, metric=values.get("eval_loss"), now=asked or is_last)
+            throughput.restart()
             last = record(number, timing, **values, **memory())
             losses.append(last["loss"])
             for writer in writers:
@@ -86,14 +111,130 @@ def train(job: cli.Job, console: Console) -> int:
     console.print(tables.summary(job, losses, last, throughput))
     if job.group.count > 1:
         console.print(tables.spread(processes.gather(throughput.of_process() | memory())))
-    return 130 if is_last else 0
+    return stop.exit_code if is_last else 0
+
+
+def begin(job: cli.Job, plan: Plan, tx, console: Console) -> tuple[TrainState, Metadata | None]:
+    """The state to begin with: new at step 0, or a checkpoint's, with all that goes on from there.
+
+    Raises: ValueError when a checkpoint does not fit the model, the data or the learning rate.
+    """
+    if job.resume is None:
+        def new_params():
+            return nnx.to_pure_dict(nnx.state(job.make_model(), nnx.Param))
+
+        if (folder := job.config.model.init_from) is None:
+            params = plan.create(new_params)
+        else:
+            params = load_pretrained(folder, plan, job.model.family, start=new_params)
+        return TrainState.create(params, tx, plan, seed=job.config.training.seed), None
+    like, path = TrainState.abstract(tx, plan), None if job.config.checkpoints.resume == "auto" else job.resume
+    if job.checkpoints is not None:
+        state, saved = job.checkpoints.restore(like, path=path)
+    else:
+        state, saved = restore(path, like), open_checkpoint(path).metadata
+    job.batches.start_at(saved.step)
+    for writer in job.writers:
+        writer.forget_after(saved.step)
+    console.print(f"[bold cyan]resumed  [/] from step {saved.step} of {job.resume}, saved on {saved.where()}")
+    for words in check_schedule(job, saved, plan):
+        console.print(f"[bold cyan]changed  [/] {words}")
+    return state, saved
+
+
+def check_schedule(job: cli.Job, saved: Metadata, plan: Plan) -> Iterator[str]:
+    """What was asked for otherwise than in the saved run, in words.
+
+    Raises: ValueError when the learning rate would differ, unless --reschedule allows it.
+    """
+    then, now = saved.run.get("training", {}), asdict(job.config.training)
+    known = {name: value for name, value in then.items() if name in now}
+    names = ("steps", "lr", "warmup")
+    if any(now[name] != value for name, value in known.items() if name in names):
+        old = optimizer(cli.TrainingConfig(**known), plan)[1](saved.step)
+        new = optimizer(job.config.training, plan)[1](saved.step)
+        words = f"the learning rate of step {saved.step + 1} is {float(new):.6g} instead of {float(old):.6g}"
+        options = " ".join(f"--{name} {then[name]}" for name in names if then[name] is not None)
+        if not job.config.checkpoints.reschedule:
+            raise ValueError(
+                f"{job.resume}: {words}, as it was saved on its way along {options}. Give these to keep that schedule, "
+                "or --reschedule to go on along the new one."
+            )
+        yield words
+    for name, value in known.items():
+        if now[name] != value:
+            yield f"--{name.replace('_', '-')} {value} -> {now[name]}"
+
+
+class Saver:
+    """When to save, and what becomes of the work when a run fails."""
+
+    def __init__(self, job: cli.Job, state: TrainState):
+        self._job, self._config, self._checkpoints = job, job.config.checkpoints, job.checkpoints
+        self._since, self._state = time.monotonic(), state
+
+    def __enter__(self) -> Self:
+        return self
+
+    def is_late(self) -> bool:
+        """Whether the time since the last save is up, on the first process's clock."""
+        minutes = self._config.save_minutes
+        is_timed = self._checkpoints is not None and minutes is not None and jax.process_index() == 0
+        return is_timed and time.monotonic() - self._since > 60 * minutes
+
+    def after(self, number: int, state: TrainState, *, metric: float | None, now: bool) -> None:
+        """Save if it is time: `now`, every so many steps, and at the end.
+
+        Raises: SaveError if this save cannot begin or one behind the training has failed.
+        """
+        self._state = state
+        if self._checkpoints is None:
+            return
+        self._checkpoints.check()
+        every, steps = self._config.save_every, self._job.config.training.steps
+        if now or number == steps or (every is not None and number % every == 0):
+            self._save(state, metric)
+
+    def _save(self, state: TrainState, metric: float | None = None) -> None:
+        job = self._job
+        model, origin = job.config.model, job.config.model.init_from
+        run = dict(training=asdict(job.config.training), model=job.model.name, lora=model.lora)
+        run |= {} if origin is None else dict(init_from=str(origin.absolute()))
+        position = job.batches.state() | {"step": int(state.step)}  # which is behind what is read ahead
+        self._checkpoints.save(state, metric=metric, data=position, run=run)
+        self._since = time.monotonic()
+
+    def __exit__(self, kind, error, _) -> None:
+        """Wait for the last save. A run that failed alone leaves the state after its last good step."""
+        if self._checkpoints is None:
+            return
+        try:
+            if isinstance(error, FloatingPointError | SaveError | cli.RunError) and self._job.group.count == 1:
+                raise cli.RunError(f"{error} {self._rescue(getattr(error, 'state', self._state))}") from error
+            if kind is None:
+                self._checkpoints.wait()
+        except SaveError as failed:
+            raise cli.RunError(f"{failed} {self._rescue(self._state)}") from failed
+        finally:
+            with suppress(SaveError):
+                self._checkpoints.close()
+
+    def _rescue(self, state: TrainState) -> str:
+        step = int(state.step)
+        try:
+            self._save(state)
+            self._checkpoints.wait()
+        except SaveError:
+            return f"A second try, at step {step}, failed, too: what came after the newest complete one is lost."
+        return f"The state after step {step} is saved in {self._checkpoints.folder}."
 
 
 def optimizer(config: cli.TrainingConfig, plan: Plan) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """AdamW, and its learning rate as a function of the updates done."""
     warmup, lr = config.warmup_steps, config.lr
     schedule = optax.warmup_cosine_decay_schedule(lr / max(warmup, 1), lr, warmup, config.steps, lr / 10)
-    is_matrix = plan.map(lambda leaf: len(leaf.shape) >= 2)  # of one layer: a stack of norms is no matrix
+    # Of one layer: a stack of norms is no matrix. None for what is frozen.
+    is_matrix = jax.tree.map(lambda leaf: len(leaf.shape) >= 2, plan.trainable)
     tx = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=is_matrix)
     return tx, schedule
 
@@ -104,18 +245,55 @@ def loss(model: nnx.Module, batch: data.Row, key: jax.Array) -> tuple[jax.Array,
     return model.loss(batch["tokens"], batch["targets"], batch["weights"], **documents)
 
 
-def evaluation(job: cli.Job, plan: Plan) -> Callable[[Any], float]:
-    """`evaluate(params)`: mean loss per token over some batches, evenly spread over the held-out rows."""
+def audit(job: cli.Job, plan: Plan, compiled: Any, console: Console) -> None:
+    """Tell what the compiled step moves, keeps and hides, and keep it for `jfsdp audit`."""
+    name = f"{job.model.name} {job.config.devices.mesh} {plan.placement.strategy.value}"
+    found = auditor.of_compiled(compiled, plan.mesh, name=name, jax_version=jax.__version__)
+    if job.config.output.audit:
+        for part in auditor.tables(found):
+            console.print(part)
+    if job.config.output.audit_file and jax.process_index() == 0:
+        found.save(job.config.output.audit_file)
+
+
+def evaluation(job: cli.Job, plan: Plan) -> Callable[..., float | None]:
+    """`evaluate(params)`: mean loss per token over some batches, evenly spread over the held-out rows.
+
+    `evaluate(params, is_stopped)` gives None when it was stopped before the end.
+    """
     step, wanted = eval_step(loss, plan), job.config.output.eval_batches
 
-    def evaluate(params) -> float:
+    def evaluate(params, is_stopped=lambda: False) -> float | None:
         batches = data.evaluation_batches(job.held_out, global_batch=job.micro_batch, **cli.processes())
         stride = max(1, -(-len(job.held_out) // job.micro_batch) // wanted)
         chosen = islice(batches, 0, stride * wanted, stride)
-        results = jax.device_get([step(params, place(batch, plan)) for batch in chosen])
+        results: list[tuple[Any, Any]] = []
+        for batch in chosen:
+            stops = processes.vote(is_stopped)
+            results.append(step(params, place(batch, plan)))
+            jax.block_until_ready(results[-2:-1])  # one behind, so that devices do not wait and a signal is heard
+            if stops():
+                return None
+        results = jax.device_get(results)
         return float(sum(s for s, _ in results) / sum(w for _, w in results))
 
     return evaluate
+
+
+def sampling(job: cli.Job, plan: Plan) -> Callable[[Any], str] | None:
+    """`sample(params)`: how the model goes on after the text of --sample; None where none was given."""
+    if (text := job.config.output.sample) is None:
+        return None
+    words = job.tokenizer
+    end = data.END_OF_TEXT if words is None else words.end
+    generate = make_generate(plan, max_new_tokens=64, temperature=0.8, end=end)
+    prompt = list(text.encode()) if words is None else words.encode(text).ids.tolist()
+
+    def sample(params) -> str:
+        (tokens,) = generate(params, [prompt], seed=job.config.training.seed)
+        return text + (bytes(tokens).decode(errors="replace") if words is None else words.decode(tokens))
+
+    return sample
 
 
 def ahead(batches: data.Batches, plan: Plan, count: int) -> Iterator[data.Row]:

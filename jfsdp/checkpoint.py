@@ -46,7 +46,7 @@ from jfsdp.layout import Plan, path_name
 from jfsdp.metrics import in_words
 
 _MARK = "jfsdp.json"
-_ARRAYS, _LOCAL = "arrays", "local"
+_ARRAYS, _LOCAL, _HASHES = "arrays", "local", "hashes"
 _UNFINISHED, _DELETED, _DAMAGED = ".orbax-checkpoint-tmp", ".deleted", ".damaged"
 _log = logging.getLogger(__name__)
 
@@ -105,6 +105,10 @@ class Metadata:
     versions: dict[str, str] = field(default_factory=dict)
     saved_at: str = ""
     format: str = "jfsdp-checkpoint-1"
+
+    def where(self) -> str:
+        """What it was saved on, in words."""
+        return _describe_devices(self.mesh, self.strategy, self.processes)
 
 
 class Checkpoint(NamedTuple):
@@ -275,32 +279,39 @@ class _Handler(ocp.AsyncCheckpointHandler):
     """Writes this process's part of a state into the folder that Orbax prepared."""
 
     def __init__(self):
-        self._pool, self._done = ThreadPoolExecutor(1, "checkpoint"), None
+        self._pool, self._args = ThreadPoolExecutor(1, "checkpoint"), None
 
     async def async_save(self, directory, args: _SaveArgs):
         """Copy to host memory, so that the state may be donated; the rest goes on behind the training."""
         hashes = store.content_hashes(args.arrays.values, args.arrays.shapes)
         is_local = args.metadata.kind == "local"
         host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local)
-        return [self._pool.submit(self._write, Path(directory), host, hashes, args)]
+        self._args = args
+        return [self._pool.submit(self._write, Path(directory), host, hashes, is_local)]
 
-    def _write(self, folder: Path, host: list[store.HostArray], hashes, args: _SaveArgs) -> None:
-        process = jax.process_index()
-        if args.metadata.kind == "local":
-            (folder / _LOCAL).mkdir(exist_ok=True)
-            table = store.write_local(folder / _LOCAL / f"process_{process:05}.bin", host)
-            (folder / _LOCAL / f"process_{process:05}.json").write_text(json.dumps(table))
+    def _write(self, folder: Path, host: list[store.HostArray], hashes, is_local: bool) -> None:
+        process = f"process_{jax.process_index():05}"
+        for part in (_LOCAL, _HASHES) if is_local else (_ARRAYS, _HASHES):
+            (folder / part).mkdir(exist_ok=True)
+        if is_local:
+            table = store.write_local(folder / _LOCAL / f"{process}.bin", host)
+            (folder / _LOCAL / f"{process}.json").write_text(json.dumps(table))
         else:
-            store.write_zarr(folder / _ARRAYS, host, is_first=process == 0)
-        leaves = {n: replace(leaf, hash=_hex(hashes[n])) for n, leaf in args.arrays.leaves.items()}
-        self._done = replace(args.metadata, leaves=leaves)
+            store.write_zarr(folder / _ARRAYS, host, is_first=jax.process_index() == 0)
+        (folder / _HASHES / f"{process}.json").write_text(json.dumps(hashes()))
 
     def finalize(self, directory) -> None:
-        """Every process has written its part: note the files, and with that complete the checkpoint."""
-        folder = Path(directory)
+        """Every process has written its part: add up the hashes, note the files, and with that it is complete."""
+        folder, args = Path(directory), self._args
+        parts = [json.loads(p.read_text()) for p in (folder / _HASHES).iterdir()]
+        shutil.rmtree(folder / _HASHES)
+        leaves = {
+            name: replace(leaf, hash=_hex(sum(part[name] for part in parts)))
+            for name, leaf in args.arrays.leaves.items()
+        }
         files = sorted(p for part in (_ARRAYS, _LOCAL) for p in (folder / part).rglob("*") if p.is_file())
         sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
-        text = json.dumps(asdict(replace(self._done, files=sizes)), indent=1)
+        text = json.dumps(asdict(replace(args.metadata, leaves=leaves, files=sizes)), indent=1)
         with (folder / _MARK).open("w") as file:
             file.write(text)
             file.flush()
@@ -319,8 +330,8 @@ class _Handler(ocp.AsyncCheckpointHandler):
 ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(_SaveArgs)
 
 
-def _hex(hash_: jax.Array) -> str:
-    return f"{int(hash_):08x}"
+def _hex(hash_: int) -> str:
+    return f"{hash_ % 2**32:08x}"
 
 
 def _describe(state, plan: Plan | None, kind: str, **what) -> Metadata:
@@ -426,11 +437,10 @@ def _check_generator(found: Checkpoint) -> None:
 
 
 def _check_same_devices(found: Checkpoint, plan: Plan | None) -> None:
-    saved = found.metadata
     here = (
         _describe_devices(dict(plan.mesh.shape), plan.placement.strategy.value, jax.process_count()) if plan else "none"
     )
-    there = _describe_devices(saved.mesh, saved.strategy, saved.processes)
+    there = found.metadata.where()
     if here != there:
         raise ValueError(
             f"{found.path} is a local checkpoint of {there}, and this run has {here}. A local one restores only onto "
@@ -443,7 +453,10 @@ def _describe_devices(mesh: Mapping[str, int], strategy: str, processes: int) ->
 
 
 def _check_hashes(found: Checkpoint, restored: dict[str, jax.Array], shapes) -> None:
-    hashes = store.content_hashes(restored, shapes)
+    hashes = store.content_hashes(restored, shapes)()
+    if jax.process_count() > 1:
+        parts = multihost_utils.process_allgather(np.array([*hashes.values()], np.uint32))
+        hashes = dict(zip(hashes, parts.sum(axis=0, dtype=np.uint64).tolist()))
     if wrong := [name for name, value in hashes.items() if _hex(value) != found.metadata.leaves[name].hash]:
         raise DamagedCheckpoint(
             f"{found.path}: {', '.join(wrong[:5])} did not come back as saved (content hash differs). {_USE_ANOTHER}"
@@ -474,8 +487,8 @@ def save_consolidated(
 ) -> list[Path]:
     """Write parameters (or an average of them) in logical shapes as safetensors, readable without jfsdp.
 
-    Gives the files. The first process writes them all and holds one tensor at a time. With several processes every one first writes its
-    shards beside the result, one tensor at a time, so that nobody gathers.
+    Gives the files. The first process writes them all and holds one tensor at a time. With several processes every
+    one first writes its shards beside the result, one tensor at a time, so that nobody gathers.
 
     aliases: further names of tied parameters, `{other: written}`; recorded, not written again.
     """
@@ -570,14 +583,14 @@ class Checkpoints:
     Raises: OSError when the folder cannot be written, ValueError for a setting out of range.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, newest: int | None = 2, best: int = 1, kind: str = "sharded"):
+    def __init__(self, folder: str | os.PathLike, *, newest: int | None = 3, best: int = 1, kind: str = "sharded"):
         if kind not in ("sharded", "local"):
             raise ValueError(f"kind {kind!r} is unknown. Use sharded or local.")
         if newest is not None and newest < 1:
             raise ValueError(f"newest is {newest}; it counts checkpoints that are kept, so use 1 or more, or None.")
         if best < 0:
             raise ValueError(f"best is {best}; it counts checkpoints that are kept for their metric, so use 0 or more.")
-        self.folder, self.newest, self.best, self.kind = Path(folder).absolute(), newest, best, kind
+        self.folder, self._newest, self._best, self.kind = Path(folder).absolute(), newest, best, kind
         self._is_first = jax.process_index() == 0
         self._handler = _Handler()
         self._saver = ocp.AsyncCheckpointer(
@@ -609,6 +622,15 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
         return [step for step in _steps(self.folder) if (_step_folder(self.folder, step) / _MARK).exists()]
+
+    def has_any(self) -> bool:
+        """Whether there are checkpoints, good or damaged."""
+        return bool(_steps(self.folder))
+
+    def newest(self) -> Metadata | None:
+        """What the newest complete checkpoint says of itself."""
+        found = self._metadata()
+        return found[max(found)] if found else None
 
     def best_step(self) -> int | None:
         """The step with the least metric; None where no checkpoint has one."""
@@ -672,27 +694,31 @@ class Checkpoints:
         finally:
             self._saver.close()
 
-    def restore(self, like, **options) -> tuple[Any, Metadata] | None:
+    def restore(self, like, *, path: str | os.PathLike | None = None, **options) -> tuple[Any, Metadata] | None:
         """The newest state that is not damaged, and its metadata; None where there is no checkpoint.
 
         Damaged ones are told of in one warning and renamed, so that the run can save at their steps again.
 
-        options: as for `restore`.
+        path: this checkpoint and no other. options: as for `restore`.
         Raises: DamagedCheckpoint when all are, ValueError for one that does not fit `like`.
         """
         damaged: list[str] = []
-        for step in reversed(_steps(self.folder)):
-            path = self.path(step)
+        for candidate in [path] if path is not None else map(self.path, reversed(_steps(self.folder))):
             try:
-                state, metadata = restore(path, like, **options), _read_metadata(path)
+                found = open_checkpoint(candidate)
+                state = restore(found.path, like, **options)
             except DamagedCheckpoint as error:
+                if path is not None:
+                    raise
                 damaged.append(str(error))
                 continue
+            step = found.metadata.step
             if damaged:
                 _log.warning("going on from step %d, the newest good checkpoint:\n  %s", step, "\n  ".join(damaged))
                 self._set_aside(step)
-            self._last = step
-            return state, metadata
+            if found.path.absolute() == self.path(step):
+                self._last = step
+            return state, found.metadata
         if damaged:
             raise DamagedCheckpoint(f"{self.folder} has no good checkpoint:\n  " + "\n  ".join(damaged))
         return None
@@ -714,11 +740,11 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         """Only ever called after a newer checkpoint is complete."""
-        if not self._is_first or self.newest is None:
+        if not self._is_first or self._newest is None:
             return
         steps = self.steps()
         scored = sorted((m.metric, step) for step, m in self._metadata().items() if m.metric is not None)
-        keep = {*steps[-self.newest :], *(step for _, step in scored[: self.best])}
+        keep = {*steps[-self._newest :], *(step for _, step in scored[: self._best])}
         for step in set(steps) - keep:
             gone = self.path(step).rename(self.path(step).with_name(f"{self.path(step).name}{_DELETED}"))
             shutil.rmtree(gone, ignore_errors=True)
@@ -743,7 +769,7 @@ def inspect(path: str | os.PathLike) -> Table:
     facts = {
         "step": f"{m.step}" + (f", metric {m.metric:.6g}" if m.metric is not None else ""),
         "kind": m.kind,
-        "saved on": _describe_devices(m.mesh, m.strategy, m.processes),
+        "saved on": m.where(),
         "saved at": m.saved_at,
         "with": ", ".join(f"{name} {version}" for name, version in m.versions.items()),
         "counters": ", ".join(f"{name} {value}" for name, value in m.counters.items()),

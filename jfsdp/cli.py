@@ -12,12 +12,14 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
@@ -28,13 +30,17 @@ from jax.sharding import Mesh
 from tyro.conf import DisallowNone, OmitArgPrefixes, arg
 
 from jfsdp import data
+from jfsdp.checkpoint import Checkpoints, Metadata, open_checkpoint
 from jfsdp.families import Model, find_model
+from jfsdp.instructions import Answers, is_instructions, load_instructions
+from jfsdp.lora import LoraOptions, LoraParam, add_lora, parse_lora
 from jfsdp.mesh import make_mesh, parse_mesh, simulate_devices
 from jfsdp.metrics import JsonLines, TensorBoard, Writer
 from jfsdp.precision import MixedPrecision
-from jfsdp.processes import Group, connect, detect, label
+from jfsdp.processes import Group, connect, detect, label, leave
 from jfsdp.schedule import Schedule
 from jfsdp.strategy import parse_strategy
+from jfsdp.tokenizer import Tokenizer
 
 # Options
 
@@ -70,6 +76,12 @@ class ModelConfig:
     model: Annotated[str, arg(metavar="NAME")] = "llama-2m"
     """A preset such as llama-2m, a family (its first preset), the path of a Hugging Face config.json, or
     package.module:preset."""
+    init_from: Annotated[DisallowNone[Path | None], _or_else("FOLDER", "none")] = None
+    """Begin with the model, weights and tokenizer of a Hugging Face folder, in place of --model; or with the weights of
+    another run's checkpoint."""
+    lora: Annotated[DisallowNone[str | None], arg(metavar="RANK,ALPHA,TARGETS"), _or_else("8,16,q+v", "none")] = None
+    """Train adapters only: their inner width, their strength, and the layers that get one (q+v, mlp.down, all). The
+    weights of --init-from are frozen and stored in --precision."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gathers and matmuls; stored weights and the optimizer stay fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -88,7 +100,8 @@ class DataConfig:
     data: Annotated[
         DisallowNone[Path | None], _or_else("PATH", "the source of Python's standard library")
     ] = None
-    """A text file, a folder of them, a .jsonl with "text" in each line, or a .npy or .bin of token ids."""
+    """A text file, a folder of them, a .jsonl with "text" in each line, a .npy or .bin of token ids; or a .jsonl with
+    "messages", or "prompt" and "completion", whose answers are learned."""
     seq_len: int = 128
     """Tokens in a sequence."""
     batch_size: Annotated[
@@ -101,11 +114,18 @@ class DataConfig:
     """Fraction of the data kept for evaluation; 0 evaluates nothing."""
     end_of_document: Annotated[DisallowNone[int | None], _or_else("ID", "none: all is one document")] = None
     """The id that closes a document in a file of token ids."""
+    tokenizer: Annotated[DisallowNone[Path | None], _or_else("FOLDER", "that of --init-from; else bytes")] = None
+    """Where the tokenizer.json for text lies, and the chat template for messages."""
 
     @property
     def is_text(self) -> bool:
         """Whether a token is a byte."""
-        return self.data is None or self.data.suffix.lower() not in (".npy", ".bin")
+        return self.tokenizer is None and not self.is_ids
+
+    @property
+    def is_ids(self) -> bool:
+        """Whether the data are token ids already."""
+        return self.data is not None and self.data.suffix.lower() in (".npy", ".bin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +134,7 @@ class TrainingConfig:
 
     steps: int = 200
     """Optimizer steps."""
-    lr: float = 4e-3
+    lr: Annotated[DisallowNone[float | None], _or_else("RATE", "0.004; 2e-5 with --init-from, 2e-4 with --lora")] = None
     """Learning rate at its peak."""
     warmup: Annotated[DisallowNone[int | None], _or_else("N", "a tenth of the steps, at most 1000")] = None
     """Steps up to the peak."""
@@ -150,12 +170,18 @@ class OutputConfig:
     """Steps from one evaluation on held-out data to the next."""
     eval_batches: int = 16
     """Batches of an evaluation, evenly spread over the held-out data."""
+    sample: Annotated[DisallowNone[str | None], _or_else("TEXT", "none")] = None
+    """Print after each evaluation how the model goes on after this text."""
     metrics: Annotated[DisallowNone[Path | None], _or_else("FILE", "none")] = None
     """Write a line of JSON per step: loss, grad_norm, lr, tokens, tokens_per_s, step_time_s and more."""
     tensorboard: Annotated[DisallowNone[Path | None], _or_else("FOLDER", "none")] = None
     """Write the same for TensorBoard."""
     dry_run: bool = False
     """Print units, memory and traffic by formula, and train nothing."""
+    audit: bool = False
+    """Print memory, traffic and what each loop hides, as compiled for these devices, before the first step."""
+    audit_file: Annotated[DisallowNone[Path | None], _or_else("FILE", "none")] = None
+    """Keep the compiled program for jfsdp audit, which compares two."""
     config: Annotated[DisallowNone[Path | None], _or_else("FILE", "none")] = None
     """TOML with options to begin with, such as batch-size = 32; the command line wins."""
 
@@ -163,6 +189,34 @@ class OutputConfig:
         for name in ("eval_every", "eval_batches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept of a run, and where it goes on. Without --checkpoint nothing is written."""
+
+    checkpoint: Annotated[DisallowNone[Path | None], _or_else("FOLDER", "none")] = None
+    """Save here while training goes on, at the end, and when stopped by SIGTERM or Ctrl-C."""
+    save_every: Annotated[DisallowNone[int | None], _or_else("N", "by time alone")] = None
+    """Steps from one checkpoint to the next."""
+    save_minutes: Annotated[float | None, arg(metavar="MINUTES")] = 15.0
+    """And no more minutes than these; None goes by steps alone."""
+    keep: int = 3
+    """Newest checkpoints that are kept, beside the one with the least held-out loss."""
+    checkpoint_kind: Literal["sharded", "local"] = "sharded"
+    """sharded goes on on any mesh and strategy; local is written faster and goes on on the same only."""
+    resume: Annotated[str, arg(metavar="auto|never|PATH")] = "auto"
+    """auto goes on from the newest good checkpoint in --checkpoint, if there is one; never begins at step 0; PATH is
+    another checkpoint, or the folder of another run."""
+    reschedule: bool = False
+    """Go on although the learning rate differs from the one that the checkpoint was on its way along."""
+
+    def __post_init__(self):
+        for name, least in dict(save_every=1, keep=1).items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} is {value}; use {least} or more.")
+        if self.save_minutes is not None and not self.save_minutes > 0:
+            raise ValueError(f"save_minutes is {self.save_minutes}; use minutes above 0, or None.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +247,7 @@ class TrainConfig:
       python train.py --mesh 4x8            4 replicas of 8 shards; simulated where there are no GPUs
       python train.py --data my-texts/      your own text, one byte a token
       python train.py --model llama3-8b --data ids.bin --seq-len 4096 --precision bf16 --remat full
+      python train.py --checkpoint run/     saves there, and goes on from there when started again
       python train.py --model llama3-70b --simulate 64 --mesh 8x8 --dry-run
     """
 
@@ -201,6 +256,7 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     output: OutputConfig = OutputConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
     processes: ProcessConfig = ProcessConfig()
 
 
@@ -257,11 +313,18 @@ class Job(NamedTuple):
     """What `fully_shard` needs besides the model: mesh, strategy, dtypes."""
     schedule: Schedule
     batch_size: int
-    rows: data.Packed | None
+    rows: data.Packed | Answers | None
     """What to train on; None in a dry run that names no data."""
-    held_out: data.Packed | None
+    held_out: data.Packed | Answers | None
     batches: data.Batches | None
     writers: list[Writer]
+    checkpoints: Checkpoints | None
+    """Where the run saves; None saves nothing."""
+    resume: Path | None
+    """Where it goes on from; None begins at step 0."""
+    tokenizer: Tokenizer | None
+    """None where a token is a byte, or already an id."""
+    lora: LoraOptions | None
 
     @property
     def places(self) -> int:
@@ -290,7 +353,10 @@ class Job(NamedTuple):
 
     def make_model(self) -> nnx.Module:
         rngs, remat = nnx.Rngs(self.config.training.seed), self.config.model.remat
-        return self.model.family.build(self.model.config, rngs=rngs, remat=remat, schedule=self.schedule)
+        model = self.model.family.build(self.model.config, rngs=rngs, remat=remat, schedule=self.schedule)
+        if self.lora is None:
+            return model
+        return add_lora(model, self.lora, rngs=rngs, base_dtype=self.sharding["mp_policy"].param_dtype)
 
 
 def prepare(config: TrainConfig) -> Job:
@@ -298,8 +364,8 @@ def prepare(config: TrainConfig) -> Job:
 
     Raises: ValueError, RuntimeError or OSError, with the value and what to do about it.
     """
+    config, model, lora = _find_model(config)
     text, output = config.data, config.output
-    model = find_model(config.model.model)
     c = config.processes
     group = connect(detect(coordinator=c.coordinator, num_processes=c.num_processes, process_id=c.process_id))
     mesh = start(config.devices, group.count)
@@ -307,22 +373,94 @@ def prepare(config: TrainConfig) -> Job:
     strategy = parse_strategy(config.devices.strategy, mesh)
     devices = mesh.devices.size
     share = devices * max(text.accumulate, 1)
+    checkpoints, resume, saved = (None, None, None) if output.dry_run else _open_checkpoints(config.checkpoints)
     batch_size = -(-16 // share) * share if text.batch_size is None else text.batch_size
+    if saved is not None and saved.data is not None and text.batch_size is None:
+        batch_size = saved.data["global_batch"]  # the run's own, whatever the number of devices now
     data.check_batch(batch_size, devices=devices, accumulate=text.accumulate)
     if output.eval_every is not None and not text.held_out:
         raise ValueError(f"eval_every is {output.eval_every} but held_out is 0: hold some data out for it.")
-    rows = held_out = batches = None
+    rows = held_out = batches = tokenizer = None
     if text.data is not None or not output.dry_run:  # a dry run has no use for the built-in text
         sizes = dict(seq_len=text.seq_len, vocab_size=model.config.vocab_size, held_out=text.held_out)
-        rows, held_out = data.load(text.data, **sizes, end_of_document=text.end_of_document)
+        tokenizer = None if text.tokenizer is None else Tokenizer(text.tokenizer)
+        if is_instructions(text.data):
+            if tokenizer is None:
+                raise ValueError(f"{text.data} has conversations, which need a tokenizer: give --tokenizer FOLDER.")
+            rows, held_out = load_instructions(text.data, tokenizer, **sizes)
+        else:
+            ends = dict(end_of_document=text.end_of_document, tokenizer=None if text.is_ids else tokenizer)
+            rows, held_out = data.load(text.data, **sizes, **ends)
         batches = data.Batches(rows, global_batch=batch_size, seed=config.training.seed, **processes())
+        if saved is not None and saved.data is not None:
+            batches.restore(saved.data)
     writers: list[Writer] = []
     if not output.dry_run and jax.process_index() == 0:
-        writers += [JsonLines(output.metrics)] if output.metrics else []
+        writers += [JsonLines(output.metrics, keeps=resume is not None)] if output.metrics else []
         writers += [TensorBoard(output.tensorboard)] if output.tensorboard else []
     sharding = dict(mesh=mesh, strategy=strategy, mp_policy=precision)
+    sharding |= {} if lora is None else dict(trainable=LoraParam)
     schedule = Schedule(prefetch=config.model.prefetch)
-    return Job(config, group, model, mesh, sharding, schedule, batch_size, rows, held_out, batches, writers)
+    files = (writers, checkpoints, resume, tokenizer, lora)
+    return Job(config, group, model, mesh, sharding, schedule, batch_size, rows, held_out, batches, *files)
+
+
+def _find_model(config: TrainConfig) -> tuple[TrainConfig, Model, LoraOptions | None]:
+    """The model that the options name, its adapters, and the options with what follows from these filled in."""
+    c, default, folder = config.model, ModelConfig(), config.model.init_from
+    lora = None if c.lora is None else parse_lora(c.lora)
+    if lora is not None and folder is None:
+        raise ValueError("lora trains adapters of a model that is trained already: name it with --init-from.")
+    if folder is not None and c.model != default.model:
+        raise ValueError(f"init_from {folder} says what the model is. Leave out --model {c.model}.")
+    model = find_model(c.model if folder is None else _model_in(folder))
+    if getattr(model.family, "READS_PAIRS", False):
+        raise ValueError(
+            f"model {model.name} reads pairs of source and target, which train.py has no data for. Use a decoder such "
+            "as llama-2m, or write the loop with its own loss, as in the README."
+        )
+    words, training = config.data, config.training
+    if folder is not None and words.tokenizer is None and not words.is_ids and (folder / "tokenizer.json").is_file():
+        words = replace(words, tokenizer=folder)
+    if folder is not None and words.is_text and model.config.vocab_size > data.BYTE_VOCAB:
+        raise ValueError(
+            f"{folder} has no tokenizer.json, and its {model.config.vocab_size} ids are no bytes. Give --tokenizer "
+            "FOLDER, or token ids as .npy or .bin."
+        )
+    if training.lr is None:
+        training = replace(training, lr=4e-3 if folder is None else 2e-5 if lora is None else 2e-4)
+    return replace(config, data=words, training=training), model, lora
+
+
+def _model_in(folder: Path) -> str:
+    """What `find_model` calls the model in a Hugging Face folder or a checkpoint."""
+    if (folder / "config.json").exists() or not folder.exists():
+        return str(folder.absolute() / "config.json")
+    run = open_checkpoint(folder).metadata.run
+    if "model" not in run or run.get("lora"):
+        what = "adapters, and which weights they adapt it does not say" if run.get("lora") else "no model that it names"
+        raise ValueError(f"{folder} holds {what}. Make a folder of it with `jfsdp export` and begin with that.")
+    return run["model"]
+
+
+def _open_checkpoints(config: CheckpointConfig) -> tuple[Checkpoints | None, Path | None, Metadata | None]:
+    """The folder to save in, what to go on from, and what that says of itself."""
+    opened, steps = None, []
+    if config.checkpoint is not None:
+        opened = Checkpoints(config.checkpoint, newest=config.keep, kind=config.checkpoint_kind)
+        steps = opened.steps()
+    if config.resume == "auto":
+        found = opened is not None and opened.has_any()
+        return opened, opened.folder if found else None, opened.newest() if found else None
+    resume = saved = None
+    if config.resume != "never":
+        resume, saved, _ = open_checkpoint(config.resume)
+    if later := [step for step in steps if saved is None or step > saved.step]:
+        raise ValueError(
+            f"{config.checkpoint} holds checkpoints of step {', '.join(map(str, later))}, which this run would write "
+            "again. Name another folder for --checkpoint, move them away, or go on from them with --resume auto."
+        )
+    return opened, resume, saved
 
 
 def start(config: DeviceConfig, num_processes: int = 1) -> Mesh:
@@ -401,18 +539,56 @@ def _fail(code: int, message: str) -> NoReturn:
     raise SystemExit(code)
 
 
+class Stop:
+    """Whether a run was asked to end, by Ctrl-C or SIGTERM."""
+
+    def __init__(self):
+        self.signal: int | None = None
+        self.nothing_to_lose = False
+        """While this is true, a signal ends the process at once."""
+
+    def is_set(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 and the signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM, also where another process got it."""
+        return 128 + (self.signal or signal.SIGTERM)
+
+
 @contextmanager
-def stops_between_steps() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, to be looked at between steps; a second one stops at once."""
-    asked = threading.Event()
+def stops_between_steps() -> Iterator[Stop]:
+    """Ctrl-C and SIGTERM are noted, to be looked at between steps; a second one stops at once.
 
-    def ask(*_):
-        if asked.is_set():
+    Python runs our handler when the main thread is back from a compilation, which may take longer than a scheduler
+    waits. So a thread listens, too, and ends the process where nothing would be lost by it.
+    """
+    stop, numbers = Stop(), (signal.SIGINT, signal.SIGTERM)
+
+    def ask(number, _):
+        if stop.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        stop.signal = number
+        if stop.nothing_to_lose:
+            _fail(stop.exit_code, f"{signal.Signals(number).name} before the first step; there was nothing to save.")
 
-    before = signal.signal(signal.SIGINT, ask)
+    def listen():
+        while heard := ear.recv(1):
+            time.sleep(1)  # long enough for a main thread that runs Python
+            if heard[0] in numbers and stop.nothing_to_lose and not stop.is_set():
+                name = signal.Signals(heard[0]).name
+                print(f"train.py: {label()}error: {name} while compiling; there was nothing to save.", file=sys.stderr)
+                leave(128 + heard[0])
+
+    ear, mouth = socket.socketpair()
+    mouth.setblocking(False)
+    before = {number: signal.signal(number, ask) for number in numbers}
+    heard_before = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=listen, name="signals", daemon=True).start()
     try:
-        yield asked
+        yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(heard_before)
+        mouth.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -141,18 +141,33 @@ class Writer(Protocol):
 
     def write(self, record: Record) -> None: ...
 
+    def forget_after(self, step: int) -> None:
+        """The run goes on from this step: what is known of later ones will come again."""
+
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """A file of one JSON object per step, to be read while the run goes on. An old file is replaced."""
+    """A file of one JSON object per step, to be read while the run goes on. An old file is replaced.
 
-    def __init__(self, path: Path):
+    keeps: the run goes on, and so does the file; `forget_after` then removes what will be written again.
+    """
+
+    def __init__(self, path: Path, *, keeps: bool = False):
         if not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}; make it or name another.")
         if path.is_dir():
             raise ValueError(f"{path} is a folder. Name a file in it, such as {path / 'metrics.jsonl'}.")
-        self._file = path.open("w", buffering=1)  # line by line: `tail -f` works and a crash loses nothing
+        # Line by line: `tail -f` works and a crash loses nothing.
+        self._file = path.open("a+" if keeps else "w+", buffering=1)
+
+    def forget_after(self, step: int) -> None:
+        """Remove the records of later steps, and a last line that was cut off."""
+        self._file.seek(0)
+        lines = [line for line in self._file if line.endswith("\n") and json.loads(line)["step"] <= step]
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.writelines(lines)
 
     def write(self, record: Record) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -170,7 +185,12 @@ class TensorBoard:
         except ImportError as error:
             mend = "pip install 'jfsdp[tensorboard]', or use --metrics, which needs nothing"
             raise ValueError(f"TensorBoard files need tensorboardX: {mend}.") from error
-        self._writer = SummaryWriter(str(folder))
+        self._make = lambda **options: SummaryWriter(str(folder), **options)
+        self._writer = self._make()
+
+    def forget_after(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._make(purge_step=step + 1)
 
     def write(self, record: Record) -> None:
         for name, value in record.items():

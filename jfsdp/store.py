@@ -299,18 +299,44 @@ def to_devices(targets: Sequence[Target], read: Callable[[str, Slices], np.ndarr
 # Content: See Note [Content hash]
 
 
-def content_hashes(arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.Array]:
-    """The hash of each array within its logical shape, a uint32; computed by the devices that hold it."""
-    return {name: _hash(x, tuple(shapes[name])) for name, x in arrays.items()}
+def content_hashes(arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]]) -> Callable[[], dict]:
+    """Start hashing each array within its logical shape; what comes back gives this process's part of each, an int.
+
+    The devices do it, each for what it holds and without a collective, so a background thread may wait for it. The
+    parts of all processes add up, modulo 2^32, to the hash.
+    """
+    parts = {name: _hash_parts(x, x.sharding, tuple(shapes[name])) for name, x in arrays.items()}
+    owners = {name: {s.device for s in x.addressable_shards if s.replica_id == 0} for name, x in arrays.items()}
+
+    def own(name: str) -> int:
+        return sum(int(s.data[0]) for s in parts[name].addressable_shards if s.device in owners[name]) % 2**32
+
+    return lambda: {name: own(name) for name in parts}
 
 
-@partial(jax.jit, static_argnums=1)  # one by one: moments have the shapes of parameters and compile nothing new
-def _hash(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+@partial(jax.jit, static_argnums=(1, 2))  # one by one: moments have the shapes of parameters and compile nothing new
+def _hash_parts(x: jax.Array, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.Array:
+    """The hash of what each device holds: `[devices]`."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return _hash(x, shape, [0] * x.ndim)[None]
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    everywhere = jax.sharding.PartitionSpec(sharding.mesh.axis_names)
+
+    def local(x: jax.Array) -> jax.Array:
+        starts = [0 if axes is None else jax.lax.axis_index(axes) * n for axes, n in zip(spec, x.shape)]
+        return _hash(x, shape, starts)[None]
+
+    specs = dict(mesh=sharding.mesh, in_specs=sharding.spec, out_specs=everywhere, check_vma=False)
+    return jax.shard_map(local, **specs)(x)
+
+
+def _hash(x: jax.Array, shape: tuple[int, ...], starts: Sequence) -> jax.Array:
+    """The hash of a part of an array of this shape, which begins at `starts`."""
     words = _words(x)
-    shape += words.shape[x.ndim :]
+    shape, starts = shape + words.shape[x.ndim :], [*starts, *[0] * (words.ndim - x.ndim)]
     place, is_inside, stride = jnp.zeros_like(words), True, 1
     for d in reversed(range(words.ndim)):
-        i = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
+        i = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d) + jnp.uint32(starts[d])
         place, is_inside = place + i * jnp.uint32(stride % 2**32), is_inside & (i < shape[d])
         stride *= shape[d]
     mixed = _mix(words ^ (place * jnp.uint32(0x9E3779B1)))

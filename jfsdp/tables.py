@@ -171,7 +171,7 @@ def summary(job: Job, losses: Sequence[float], last: Record, throughput: Through
         lines["speed"] = f"{rate:,.0f} tokens/s, {each:,.0f} a device, {_flops_words(job, each)}"
     lines["compile"] = f"{throughput.compile_s:.1f} s, the first step included"
     if last["step"] < c.training.steps:
-        lines["stopped"] = "by Ctrl-C, between two steps"
+        lines["stopped"] = "by Ctrl-C or SIGTERM, between two steps"
     lines["go on"] = "--steps 1000 trains longer, --data FOLDER reads your text, --help tells of all"
     table = Table.grid(padding=(0, 2))
     for name, words in lines.items():

@@ -1,0 +1,435 @@
+"""Stopping and going on: what a run is after a stop, a kill or a failure is what it would have been without.
+
+Runs of a tiny model in this process, stopped by real signals between two steps; what needs a process of its own
+(a kill, a signal during compilation) has one. The judge is the uninterrupted run: its log line by line, its final
+arrays bit by bit.
+"""
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import train
+from jfsdp import cli, store
+from jfsdp.checkpoint import open_checkpoint
+
+ROOT = Path(train.__file__).parent
+TINY = dict(
+    model_type="llama",
+    vocab_size=256,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=36,  # no multiple of 8: padded
+    rms_norm_eps=1e-5,
+)
+KINDS = {"FULL_SHARD-fp32": ["--mesh", "1x8"], "HYBRID_SHARD-bf16": ["--mesh", "2x4", "--precision", "bf16"]}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with a tiny model, a little text, and compiled programs that later runs find again."""
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", before[0])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+
+
+@pytest.fixture(autouse=True)
+def in_it(here, monkeypatch):
+    monkeypatch.chdir(here)
+
+
+def words(*more: str) -> list[str]:
+    few = ["--model", "./config.json", "--data", "text.txt", "--seq-len", "32", "--warmup", "2", "--held-out", "0.2"]
+    return [*few, *more]
+
+
+def run(*more: str) -> int:
+    return train.main(words(*more))
+
+
+def at_step(monkeypatch, number, act):
+    """Do something right after a step, before anything is made of it."""
+    record = train.record
+
+    def recording(step, *args, **values):
+        if step == number:
+            act()
+        return record(step, *args, **values)
+
+    monkeypatch.setattr(train, "record", recording)
+
+
+def kill_self(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def log(path) -> list[dict]:
+    """Records without what a clock or the memory decides."""
+    kept = ("step", "loss", "lr", "grad_norm", "tokens", "eval_loss", "skipped")
+    return [{n: v for n, v in json.loads(line).items() if n in kept} for line in Path(path).read_text().splitlines()]
+
+
+def arrays(path) -> dict[str, np.ndarray]:
+    found = open_checkpoint(path)
+    return {name: found.read(name) for name in found.metadata.leaves}
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
+
+
+_whole = {}
+
+
+@pytest.fixture(params=KINDS)
+def whole(request, here):
+    """Ten steps in one go, saved at 4, 8 and 10."""
+    return _whole_run(request.param)
+
+
+@pytest.fixture
+def plain(here):
+    return _whole_run("FULL_SHARD-fp32")
+
+
+def _whole_run(kind):
+    if kind not in _whole:
+        options = [*KINDS[kind], "--steps", "10"]
+        assert run(*options, "--checkpoint", kind, "--metrics", f"{kind}.jsonl", "--save-every", "4") == 0
+        _whole[kind] = options, Path(kind), log(f"{kind}.jsonl")
+    return _whole[kind]
+
+
+# Without a stop
+
+
+def test_last_step_is_saved_and_a_step_is_saved_once(whole):
+    """C-51, the long run; C-22: counters and data position; C-65: the strategy."""
+    options, folder, records = whole
+    assert sorted(p.name for p in folder.iterdir()) == ["step_00000004", "step_00000008", "step_00000010"]
+    assert [r["step"] for r in records] == list(range(1, 11))
+    found = open_checkpoint(folder).metadata
+    assert found.counters == {"batches": 10, "skipped": 0, "updates": 10} and found.data["step"] == 10
+    assert found.metric == records[-1]["eval_loss"]
+    assert found.strategy == ("FULL_SHARD" if "1x8" in options else "HYBRID_SHARD")
+
+
+def test_nothing_is_written_without_a_folder_and_a_short_run_saves_its_end(here):
+    """C-51, the short run; and a run without --checkpoint leaves nothing behind."""
+    before = set(here.iterdir())
+    assert run("--steps", "3") == 0
+    assert set(here.iterdir()) == before
+    assert run("--steps", "3", "--checkpoint", "short", "--save-every", "4") == 0
+    assert [p.name for p in Path("short").iterdir()] == ["step_00000003"]
+
+
+# Stop and go on
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_four_steps_and_six_are_ten(whole, number, monkeypatch, capsys):
+    """C-53: same steps, losses, parameters. C-54: same learning rates. C-45: saved, exit code 143 or 130."""
+    options, folder, records = whole
+    name = f"{folder}-{number.name}"
+    options = [*options, "--checkpoint", name, "--metrics", f"{name}.jsonl"]
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, kill_self(number))
+        # The signal comes while step 4 is being noted, so step 5 is the last.
+        assert run(*options) == 128 + number
+    stopped = len(log(f"{name}.jsonl"))
+    assert stopped in (4, 5) and open_checkpoint(name).metadata.step == stopped
+    with Path(f"{name}.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss": 1.0}\n{"step": 10, "lo')  # left by a run that was killed later
+    assert run(*options) == 0
+    assert f"from step {stopped} of" in capsys.readouterr().out
+    assert log(f"{name}.jsonl") == records
+    assert same(arrays(name), arrays(folder))
+    assert run(*options) == 0  # and there is nothing left to do
+    assert "nothing to do: step 10 of 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "place", [["--mesh", "2x4"], ["--mesh", "1x4", "--allow-idle"], ["--strategy", "NO_SHARD"]], ids=" ".join
+)
+def test_another_mesh_goes_on_with_the_same_batches(plain, place):
+    """C-57, C-58: from step 4 on, on half of the devices too: the global batch and the order of examples stay."""
+    options, folder, records = plain
+    name = "on" + "".join(place)
+    assert run("--steps", "10", *place, "--resume", f"{folder}/step_00000004", "--metrics", f"{name}.jsonl") == 0
+    for got, want in zip(log(f"{name}.jsonl"), records[4:], strict=True):
+        assert got["step"] == want["step"] and got["tokens"] == want["tokens"] and got["lr"] == want["lr"]
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+
+
+def test_batch_of_another_device_count_is_refused_with_both_numbers(plain, capsys):
+    """C-58: an explicit batch size that would change the order."""
+    _, folder, _ = plain
+    with pytest.raises(SystemExit) as exit:
+        run("--steps", "10", "--batch-size", "8", "--resume", f"{folder}/step_00000004")
+    assert exit.value.code == 2
+    assert "saved with global_batch 16; this run has global_batch 8" in capsys.readouterr().err
+
+
+def test_longer_run_needs_to_say_what_becomes_of_the_learning_rate(plain, capsys):
+    """C-55: refused with both rates, or told with both before the next step."""
+    _, folder, records = plain
+    more = ["--mesh", "1x8", "--steps", "20", "--resume", f"{folder}/step_00000008"]
+    with pytest.raises(SystemExit) as exit:
+        run(*more)
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    rates = re.search(r"learning rate of step 9 is (\S+) instead of (\S+), .* along --steps 10 .*--reschedule", said)
+    assert float(rates[2]) == pytest.approx(records[8]["lr"], rel=1e-5) and float(rates[1]) > float(rates[2])
+    assert run(*more, "--reschedule", "--metrics", "longer.jsonl") == 0
+    said = capsys.readouterr().out
+    assert f"of step 9 is {rates[1]} instead of {rates[2]}" in said and said.index("instead of") < said.index(
+        "step  9/20"
+    )
+    assert "--steps 10 -> 20" in said
+    lines = log("longer.jsonl")
+    assert lines[0]["step"] == 9 and lines[0]["lr"] == pytest.approx(float(rates[1]), rel=1e-5)
+
+
+def test_automatic_resume_falls_back_to_the_last_good_one(plain, caplog):
+    """C-46: the newest is cut in half; one warning, and the run ends where it would have ended."""
+    options, folder, records = plain
+    shutil.copytree(folder, "damaged")
+    file = max(Path("damaged/step_00000010/arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    os.truncate(file, file.stat().st_size // 2)
+    with caplog.at_level(logging.WARNING, "jfsdp"):
+        assert run(*options, "--checkpoint", "damaged", "--metrics", "damaged.jsonl") == 0
+    (record,) = [r for r in caplog.records if r.name.startswith("jfsdp.checkpoint")]
+    assert "going on from step 8" in record.message and file.name in record.message
+    assert log("damaged.jsonl") == records[8:] and same(arrays("damaged"), arrays(folder))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--checkpoint FULL_SHARD-fp32 --resume never", "holds checkpoints of step 4, 8, 10, which this run would"),
+        ("--checkpoint FULL_SHARD-fp32 --resume FULL_SHARD-fp32/step_00000004", "of step 8, 10, which this run would"),
+        ("--resume nowhere", "nowhere: there is no such folder. Name a checkpoint"),
+        ("--resume programs", "programs is no checkpoint of jfsdp and holds none"),
+        ("--checkpoint text.txt", "checkpoints cannot be written to .*text.txt.*Name another folder"),
+        ("--save-every 0", "save_every is 0; use 1 or more"),
+        ("--save-minutes 0", "save_minutes is 0.0; use minutes above 0"),
+        ("--keep 0", "keep is 0; use 1 or more"),
+        ("--seed 1 --resume FULL_SHARD-fp32", "saved with seed 0; this run has seed 1"),
+        (
+            "--model ./other.json --resume FULL_SHARD-fp32",
+            r"params.blocks.*is \[2, .* in the checkpoint, \[1, ",
+        ),  # C-47
+    ],
+)
+def test_what_cannot_go_on_is_refused(plain, capsys, monkeypatch, more, message):
+    Path("other.json").write_text(json.dumps({**TINY, "num_hidden_layers": 1}))
+    monkeypatch.setattr(train, "train_step", lambda *_, **__: pytest.fail("a step was made before it was refused"))
+    with pytest.raises(SystemExit) as exit:
+        run("--steps", "10", *more.split())
+    assert exit.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, said), said
+    assert not list(Path("FULL_SHARD-fp32").glob("*.damaged"))
+
+
+# Time
+
+
+def test_saves_by_time(here, monkeypatch):
+    """Not by steps: the clock of the first process decides."""
+    clock = iter(range(0, 10_000, 40))  # every look at it, 40 s later: over a minute at every second look
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert run("--steps", "10", "--mesh", "1x8", "--checkpoint", "timed", "--save-minutes", "1", "--keep", "9") == 0
+    steps = [open_checkpoint(p).metadata.step for p in sorted(Path("timed").iterdir())]
+    assert steps == [2, 4, 6, 8, 10]
+
+
+# Failures
+
+
+def test_failed_save_ends_the_run_and_leaves_its_state(here, capsys):
+    """C-44: a plain file lies in the way of step 4; exit code 1, and step 2 is there."""
+    Path("blocked").mkdir()
+    (Path("blocked") / "step_00000004").write_text("in the way")
+    with pytest.raises(SystemExit) as exit:
+        run("--steps", "10", "--checkpoint", "blocked", "--save-every", "2", "--keep", "2")
+    assert exit.value.code == 1
+    said = capsys.readouterr().err
+    assert "checkpoint of step 4 could not be written" in said and "complete one is of step 2" in said
+    assert "A second try, at step 4, failed" in said and "Traceback" not in said
+    assert open_checkpoint("blocked/step_00000002").metadata.step == 2
+
+
+def test_background_write_that_fails_once_costs_nothing(here, capsys, monkeypatch):
+    """A full disk stands for whatever fails behind the training: it ends the run, whose state is saved in the end."""
+    write, calls = store.write_zarr, []
+
+    def failing(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return write(*args, **options)
+
+    monkeypatch.setattr(store, "write_zarr", failing)
+    with pytest.raises(SystemExit) as exit:
+        run("--steps", "10", "--checkpoint", "full", "--save-every", "2")
+    assert exit.value.code == 1
+    said = capsys.readouterr().err
+    assert "checkpoint of step 4 could not be written" in said and "No space left on device" in said
+    step = int(re.search(r"The state after step (\d) is saved in", said)[1])
+    assert step in (5, 6) and open_checkpoint("full").metadata.step == step
+    monkeypatch.undo()
+
+
+def test_run_that_fails_at_a_step_leaves_the_state_before_it(here, capsys):
+    """C-19's raise: the parameters of the last good step are not lost."""
+    with pytest.raises(SystemExit) as exit:
+        run("--steps", "9", "--lr", "1e30", "--clip-norm", "None", "--checkpoint", "diverged")
+    assert exit.value.code == 1
+    said = capsys.readouterr().err
+    bad = int(re.search(r"error: step (\d): the gradient", said)[1])
+    assert f"The state after step {open_checkpoint('diverged').metadata.step} is saved" in said
+    assert open_checkpoint("diverged").metadata.step == bad
+
+
+# Signals in awkward moments: C-45
+
+
+def test_signal_during_an_evaluation_ends_it_and_saves(here, monkeypatch):
+    """C-45 (b): work since the last save is saved; the evaluation is not waited for."""
+    count = []
+
+    def slow(job, plan):
+        def evaluate(params, is_stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not is_stopped():
+                count.append(1)
+            return None
+
+        return evaluate
+
+    monkeypatch.setattr(train, "evaluation", slow)
+    assert run("--steps", "10", "--eval-every", "3", "--checkpoint", "evaluating") == 143
+    assert open_checkpoint("evaluating").metadata.step == 3
+
+
+def test_real_evaluation_stops_when_asked(here):
+    job = cli.prepare(cli.parse(words("--eval-batches", "9")))
+    plan = train.plan_module(job.make_model, **job.sharding)
+    params = plan.create(lambda: train.nnx.to_pure_dict(train.nnx.state(job.make_model(), train.nnx.Param)))
+    asked = []
+    assert train.evaluation(job, plan)(params, lambda: asked.append(1) or len(asked) == 2) is None
+    assert len(asked) == 2
+
+
+def test_signal_during_a_slow_save_waits_for_it_and_saves_the_rest(here, monkeypatch):
+    """C-45 (a): step 4 is being written when the signal comes; it becomes complete, and the last step is saved."""
+    write, begun = store.write_zarr, threading.Event()
+
+    def slow(*args, **options):
+        begun.set()
+        time.sleep(1)
+        return write(*args, **options)
+
+    monkeypatch.setattr(store, "write_zarr", slow)
+    at_step(monkeypatch, 4, lambda: (begun.wait(60), kill_self(signal.SIGTERM)()))
+    assert run("--steps", "10", "--checkpoint", "slow", "--save-every", "4") == 143
+    steps = [open_checkpoint(p).metadata.step for p in sorted(Path("slow").iterdir())]
+    assert steps in ([4, 5], [4])  # complete ones and nothing else
+    assert not list(Path("slow").glob("*tmp*"))
+
+
+COMPILING = """
+import sys, time, jax, train
+import jfsdp.step
+
+def compile_for_long(*_, **__):
+    def step(state, batch):
+        print("compiling", flush=True)
+        # As XLA does, without coming back to Python: a callback that sleeps in C, the interpreter's lock released.
+        import ctypes
+        ctypes.CDLL(None).sleep(40) and ctypes.CDLL(None).sleep(40)
+        return state, {}
+    return step
+
+train.train_step = compile_for_long
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_signal_during_the_first_compilation_ends_the_process(here, number):
+    """C-45 (c): nothing is lost by ending at once, and the grace time may be shorter than the compilation."""
+    command = [sys.executable, "-c", COMPILING, *words("--checkpoint", f"compiling-{number.name}")]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert any("compiling" in line for line in process.stdout)
+    time.sleep(0.5)
+    begun = time.monotonic()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + number and time.monotonic() - begun < 20, said
+    assert "nothing to save" in said
+
+
+def test_signals_work_as_before_afterwards(here):
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with cli.stops_between_steps() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_set() and stop.exit_code == 143
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+# Kills
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(here):
+    """A run killed 20 times at random moments ends with the parameters of the uninterrupted run, bitwise."""
+    options = words("--mesh", "1x8", "--steps", "120", "--eval-every", "50", "--save-every", "3")
+    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(here / "programs"), "PYTHONPATH": str(ROOT)}
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    command = [sys.executable, str(ROOT / "train.py"), *options]
+    subprocess.run([*command, "--checkpoint", "calm", "--metrics", "calm.jsonl"], env=env, check=True, timeout=300)
+    rng, kills, furthest = random.Random(0), 0, 0
+    while True:
+        process = subprocess.Popen([*command, "--checkpoint", "killed", "--metrics", "killed.jsonl"], env=env)
+        if kills == 20:
+            assert process.wait(timeout=300) == 0
+            break
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and process.poll() is None:
+            done = Path("killed.jsonl").read_text().count("\n") if Path("killed.jsonl").exists() else 0
+            if done >= furthest + rng.randint(1, 5):
+                time.sleep(rng.random() * 0.1)
+                break
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        kills, furthest = kills + 1, Path("killed.jsonl").read_text().count("\n")
+    assert same(arrays("killed"), arrays("calm"))
+    assert log("killed.jsonl") == log("calm.jsonl")
