@@ -1,7 +1,7 @@
 """What a compiled step does, in tables: for a run (`train.py --audit`), a planned one, and two side by side.
 
-Owns the words, and the file that keeps a program for later: `jfsdp audit A B` compares two of them. The figures are read by
-`audit.py`, `gpu.py` and `replay.py`.
+Owns the words, and the file that keeps a program for later: `jfsdp audit A B` compares two of them. The figures are
+read by `audit.py`, `gpu.py` and `replay.py`.
 """
 
 from __future__ import annotations
@@ -220,11 +220,11 @@ def _doubts(one: Audited) -> Iterator[str]:
         inner = [loop for loop in one.program.loops if loop.depth > 1 and loop.matmul_flops]
         if inner:
             yield (
-                "[yellow]note[/]  XLA prices inner loops and attention kernels at nothing, so what they hide looks exposed; "
-                "the replay counts them."
+                "[yellow]note[/]  XLA prices inner loops and attention kernels at nothing, so what they hide looks "
+                "exposed; the replay counts them."
             )
     if one.platform == "cpu":
-        yield "The CPU backend widens bf16 collectives to fp32 and blocks in each: kinds, groups and counts are the program's."
+        yield "The CPU backend widens bf16 collectives to fp32 and blocks in each; kinds, groups and counts hold."
 
 
 def comparison(a: Audited, b: Audited) -> Iterator[Table]:

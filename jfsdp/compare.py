@@ -78,10 +78,9 @@ class Compared:
         return rows
 
     def tables(self, forecast: Forecast) -> Iterator[Table | str]:
-        yield (
-            f"[bold]Compiled for {self.work.devices} x {CHIPS[self.work.gpu].name} by JAX {self.report.jax_version}[/] in "
-            + (f"{self.report.lower_seconds + self.report.compile_seconds:,.0f} s; nothing ran")
-        )
+        devices = f"{self.work.devices} x {CHIPS[self.work.gpu].name}"
+        seconds = self.report.lower_seconds + self.report.compile_seconds
+        yield f"[bold]Compiled for {devices} by JAX {self.report.jax_version}[/] in {seconds:,.0f} s; nothing ran"
         table = Table(box=box.SIMPLE, title="Formula and compiler", **auditor._TITLE)
         for name in ("what", "formula", "compiled", "formula is off by"):
             table.add_column(name, justify="left" if name == "what" else "right")
@@ -91,8 +90,8 @@ class Compared:
         yield from auditor.tables(self.audited)
         if forecast.work.attention != self.work.attention:
             yield (
-                "[yellow]note[/]  compiled with chunked attention, as there is no cuDNN here, and compared with the formula "
-                "for the same; the tables above are for cuDNN's."
+                "[yellow]note[/]  compiled with chunked attention, as there is no cuDNN here, and compared with the "
+                "formula for the same; the tables above are for cuDNN's."
             )
 
     def draw(self, path) -> None:

@@ -5,10 +5,11 @@ sheets and of published measurements; `gpu.py` describes the same chips to XLA.
 
 Note [Time of a collective]
 Inside a host a ring reaches a part of its best bandwidth that follows from the size of the message: measured on 8 H100
-(NCCL rings, 2 to 128 MiB; NVIDIA/Megatron-LM PR 5596, NVIDIA/nccl issue 1281), best / (1 + (8.8 MiB / size)^0.71) meets
-seven of eight figures within 5 percent and the eighth within 9. Across hosts all GPUs of a host that belong to one
-group share its network cards, so the ring of a group that fills its hosts runs at their sum, and a group with one GPU
-per host at one GPU's share. Every hop costs 6 us there (all-reduce over 4 hosts of 8 B200, 1 MiB to 1 GiB; stas00/ml-engineering).
+(NCCL rings, 2 to 128 MiB; NVIDIA/Megatron-LM PR 5596, NVIDIA/nccl issue 1281), best / (1 + (8.8 MiB / size)^0.71)
+meets seven of eight figures within 5 percent and the eighth within 9. Across hosts all GPUs of a host that belong to
+one group share its network cards, so the ring of a group that fills its hosts runs at their sum, and a group with one
+GPU per host at one GPU's share. Every hop costs 6 us there (all-reduce over 4 hosts of 8 B200, 1 MiB to 1 GiB;
+stas00/ml-engineering).
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ receives B (n-1)/n and an all-reduce 2B (n-1)/n. U units of P bytes in all, S sh
 Micro-batches multiply gathers and reduce-scatters (without no_sync), never the all-reduce over replicas.
 
 Note [Bytes kept]
-At the peak, early in the backward pass, a device holds its state, gradient shards (and those held for earlier
-micro-batches), what all layers saved, and the larger of two: the window of whole units (gathered ones, the gradient
-that was computed, the one that waits and its staging for the wire), or what layers work with. On GPUs loops are
-unrolled by two (`gpu.compiler_options`), so two layers are at work, and heap fragments come on top: 1.84 times one
-layer's working set (`footprint.py`), 1.5 without a late reduction or a scheduler that overlaps. A sharded vocabulary's table is copied once
-more, transposed for its rows. The two factors and the staging are fitted to compiled programs and nothing else is:
-`benchmarks/plan_accuracy.py` prints formula and compiler side by side.
+At the peak, early in the backward pass, a device holds its state, gradient shards (and those held for earlier micro-
+batches), what all layers saved, and the larger of two: the window of whole units (gathered ones, the gradient that was
+computed, the one that waits and its staging for the wire), or what layers work with. On GPUs loops are unrolled by two
+(`gpu.compiler_options`), so two layers are at work, and heap fragments come on top: 1.84 times one layer's working set
+(`footprint.py`), 1.5 without a late reduction or a scheduler that overlaps. A sharded vocabulary's table is copied
+once more, transposed for its rows. The two factors and the staging are fitted to compiled programs and nothing else
+is: `benchmarks/plan_accuracy.py` prints formula and compiler side by side.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def advice(work: Workload) -> Iterator[str]:
         fewest = math.ceil(state / max(full.capacity - floor, 1))
         enough = math.ceil(state / (0.1 * floor))
         yield (
-            f"FULL_SHARD fits from about {fewest} GPUs on. Whole layers and activations take {_gib(floor)} however many "
-            f"there are; from about {enough} GPUs on, further ones save less than a tenth of that."
+            f"FULL_SHARD fits from about {fewest} GPUs on. Whole layers and activations take {_gib(floor)} however "
+            f"many there are; from about {enough} GPUs on, further ones save less than a tenth of that."
         )
 
 

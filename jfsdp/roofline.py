@@ -4,11 +4,11 @@ Owns the model of time; `hardware.py` has the figures of GPUs and links, `plan.p
 estimate: `benchmarks/plan_accuracy.py` scores it against published runs and fits the constants below on a declared few.
 
 Note [Two lanes]
-A unit's forward pass takes its matmuls at the rate that matmuls reach in training, its attention at a part of that (the
-causal half only), and what lies between the matmuls at the bandwidth of the memory. The backward pass takes twice the
-matmuls, two and a half times the attention, and what checkpointing computes again. Beside it, one unit is gathered
-ahead and one reduced behind: an iteration takes as long as the longer lane, and compute is slowed while the other lane moves
-bytes, because both share the GPU. The first gather and the last reduction have nothing to hide behind.
+A unit's forward pass takes its matmuls at the rate that matmuls reach in training, its attention at a part of that
+(the causal half only), and what lies between the matmuls at the bandwidth of the memory. The backward pass takes twice
+the matmuls, two and a half times the attention, and what checkpointing computes again. Beside it, one unit is gathered
+ahead and one reduced behind: an iteration takes as long as the longer lane, and compute is slowed while the other lane
+moves bytes, because both share the GPU. The first gather and the last reduction have nothing to hide behind.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Rates:
     matmul: float = 0.71
     """Of the rate that large matmuls reach alone, what a training step reaches on GPUs that throttle (Hopper and
     later)."""
-    matmul_ampere: float = 0.95
-    attention: float = 0.41
+    matmul_ampere: float = 0.91
+    attention: float = 0.44
     """Rate of attention over that of matmuls."""
     between: float = 20.0
     """Numbers per token and width that a compiled layer's forward pass moves between its matmuls."""

@@ -131,14 +131,18 @@ class Workload:
     def make_model(self) -> nnx.Module:
         return self.found.family.build(self.found.config, rngs=nnx.Rngs(0), remat=self.remat, schedule=self.schedule)
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
         """From shapes alone, on a mesh of no devices."""
-        return self.plan_on(AbstractMesh(self.shape, (REPLICA, SHARD)))
+        return _plan(self.found, self.shape, self.strategy, self._precision)
 
     def plan_on(self, mesh: Any) -> Plan:
-        precision = MixedPrecision(param_dtype=self.precision, reduce_dtype=self.reduce_dtype)
-        return plan_module(self.make_model, mesh=mesh, strategy=self.strategy, mp_policy=precision)
+        """The plan on real or described devices, for a step that is compiled."""
+        return plan_module(self.make_model, mesh=mesh, strategy=self.strategy, mp_policy=self._precision)
+
+    @property
+    def _precision(self) -> MixedPrecision:
+        return MixedPrecision(param_dtype=self.precision, reduce_dtype=self.reduce_dtype)
 
     def transformation(self, plan: Plan) -> optax.GradientTransformation:
         return OPTIMIZERS[self.optimizer](plan.map(lambda leaf: len(leaf.shape) >= 2))
@@ -154,6 +158,14 @@ class Workload:
         if is_fused:  # traced without cuDNN: as a loop over queries that keeps no scores
             model = model._replace(config=dataclasses.replace(model.config, attention="chunked"))
         return _layers(model, self.remat, self.batch, self.seq_len, self.compute_dtype, is_fused)
+
+
+@cache
+def _plan(model: Model, shape: tuple[int, int], strategy: str | None, precision: MixedPrecision) -> Plan:
+    """Shapes do not depend on batch, checkpointing or schedule, so workloads that differ in these share a plan."""
+    mesh = AbstractMesh(shape, (REPLICA, SHARD))
+    build = lambda: model.family.build(model.config, rngs=nnx.Rngs(0))
+    return plan_module(build, mesh=mesh, strategy=strategy, mp_policy=precision)
 
 
 @cache

@@ -1,0 +1,106 @@
+"""What layers save and work with, against sums by hand and against what XLA keeps."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jfsdp.footprint import trace
+from jfsdp.stack import Stack
+from models import llama
+
+B, T, D, F, L = 2, 96, 32, 80, 5
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(D, F, rngs=rngs, use_bias=False), nnx.Linear(F, D, rngs=rngs, use_bias=False)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, remat):
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Param(jnp.zeros((16, D)))
+        self.blocks = Stack(Block, num_layers=L, rngs=rngs, remat=remat)
+
+    def loss(self, tokens, targets, weights):
+        x = self.blocks(self.table[...][tokens])
+        return jnp.sum(x.mean(-1) * weights), jnp.sum(weights)
+
+
+def layers(remat):
+    (one,) = trace(lambda: Model(remat), sequences=B, tokens=T, dtype=jnp.float32)
+    return one
+
+
+def test_full_checkpointing_saves_the_input():
+    one = layers("full")
+    assert one.count == L and one.saved == one.carried == 4 * B * T * D
+
+
+def test_without_checkpointing_matmul_inputs_and_the_activation_are_saved():
+    # x for `up`; tanh(up(x)) for `down`; and the derivative of tanh, which JAX makes an array of its own.
+    assert layers("none").saved == 4 * B * T * (D + 2 * F)
+
+
+def test_operations_are_those_of_the_matmuls():
+    forward = 2 * B * T * 2 * D * F
+    assert layers("none").forward_flops == forward
+    assert layers("none").backward_flops == 2 * forward
+    assert layers("full").backward_flops == 2 * forward + forward // 2  # `down` need not be computed again
+
+
+def test_the_working_set_is_what_one_layers_backward_pass_holds():
+    # The cotangent and the input, both [B, T, D]; tanh and its cotangent, both [B, T, F]; weights count elsewhere.
+    least, most = 4 * B * T * (D + 2 * F), 4 * B * T * (3 * D + 3 * F)
+    assert least <= layers("full").backward <= most
+    assert layers("full").backward > layers("full").saved
+
+
+@pytest.fixture(scope="module")
+def config():
+    return llama.Config(
+        width=64, num_layers=3, num_heads=4, num_kv_heads=2, inner_width=160, attention="chunked", query_chunk=32
+    )
+
+
+def of_llama(config, remat="full", tokens=96, **options):
+    build = lambda: llama.build(config, rngs=nnx.Rngs(0), remat=remat)
+    (one,) = trace(build, sequences=B, tokens=tokens, dtype=jnp.bfloat16, **options)
+    return one
+
+
+def test_a_llama_layer_computes_what_its_family_says(config):
+    """`llama.flops` is written from the architecture; the trace counts matmuls."""
+    one = of_llama(config)
+    layer = llama.flops(config, 96) - 6 * config.width * config.vocab_size
+    assert one.forward_flops == layer / 3 / config.num_layers * B * 96
+
+
+def test_what_is_saved_is_what_the_compiler_carries_from_loop_to_loop(config):
+    """The compiled forward loop of plain JAX hands out exactly the traced bytes, beside weights and counters."""
+    one = of_llama(config, remat="none")
+    model = nnx.eval_shape(lambda: llama.build(config, rngs=nnx.Rngs(0), remat="none"))
+    graph, params = nnx.split(model)
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), params)
+    ids = jax.ShapeDtypeStruct((B, 96), jnp.int32)
+
+    def loss(params, ids):
+        return nnx.merge(graph, params).loss(ids, ids, jnp.ones(ids.shape))[0]
+
+    text = jax.jit(jax.grad(loss)).lower(params, ids).as_text()
+    assert "stablehlo.while" in text and one.saved > 10 * one.carried
+
+
+def test_a_fused_kernel_keeps_no_scores(config):
+    scores = of_llama(config, tokens=512)
+    fused = of_llama(config, tokens=512, loops_are_kernels=True)
+    assert fused.saved == scores.saved
+    assert scores.backward - fused.backward >= 4 * B * config.num_heads * 32 * 512  # a chunk's scores, fp32
+
+
+def test_tokens_and_sequences_scale_what_is_saved(config):
+    assert of_llama(config, tokens=192).saved == 2 * of_llama(config, tokens=96).saved

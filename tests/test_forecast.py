@@ -1,0 +1,181 @@
+"""`jfsdp plan` as a library: known numbers of memory and traffic, what fits, what is recommended, what is swept.
+
+Formulas need no devices: a mesh of 1,024 GPUs is as quick as one of 8.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from jfsdp import sweep
+from jfsdp.forecast import GIB, Forecast
+from jfsdp.mesh import REPLICA, SHARD
+from jfsdp.recommend import advice, recommend
+from jfsdp.workload import Workload
+
+P = 8_030_261_248
+"""Parameters of Llama-3-8B."""
+
+
+@cache
+def forecast(**fields):
+    return Forecast(Workload(**fields))
+
+
+def kept(f, name):
+    return next(k.bytes for k in f.kept if k.name == name)
+
+
+class TestMemory:
+    def test_the_state_is_sixteen_bytes_a_parameter_over_all_shards(self):
+        for mesh, shards in (("1x8", 8), ("1x64", 64), ("1x1024", 1024), ("4x8", 8)):
+            f = forecast(mesh=mesh)
+            state = sum(kept(f, name) for name in ("parameters", "optimizer", "gradients"))
+            assert state == pytest.approx(16 * P / shards, rel=1e-4), mesh
+
+    def test_strategies_keep_what_their_table_says(self):
+        whole = forecast(strategy="NO_SHARD")
+        assert [kept(whole, n) / P for n in ("parameters", "optimizer", "gradients")] == pytest.approx([4, 8, 4])
+        only_state = forecast(strategy="SHARD_OPT")
+        assert [kept(only_state, n) / P for n in ("parameters", "optimizer")] == pytest.approx([4, 1], rel=1e-3)
+
+    def test_the_window_is_depth_plus_one_layers(self):
+        layer = 2 * 218_112_000
+        for depth in (0, 1, 2):
+            assert kept(forecast(prefetch=depth), "gathered") == (depth + 1) * layer
+        assert kept(forecast(strategy="SHARD_GRAD_OP"), "gathered") == 32 * layer
+
+    def test_full_checkpointing_saves_each_layers_input(self):
+        """4 sequences of 2048 tokens of width 4096 in 16 bit are 67 MB a layer; the last one is at work."""
+        assert kept(forecast(batch=4, seq_len=2048), "saved activations") == 31 * 67_108_864
+
+    def test_accumulation_holds_gradients_and_no_sync_holds_them_whole(self):
+        assert kept(forecast(accumulate=4), "held gradients") == kept(forecast(), "gradients")
+        no_sync = kept(forecast(accumulate=4, sync=False), "held gradients")
+        assert no_sync == 4 * (P - 2 * 128_256 * 4096)  # vocabulary tables never exist whole
+
+    def test_optimizers_have_the_moments_that_they_have(self):
+        moments = {name: kept(forecast(optimizer=name), "optimizer") for name in ("adamw", "lion", "momentum", "sgd")}
+        shard = 4 * P / 8
+        assert [round(moments[n] / shard, 3) for n in moments] == [2, 1, 1, 0]
+
+    def test_what_does_not_fit_says_by_how_much(self):
+        f = forecast(model="llama3-70b", mesh="1x8")
+        assert not f.fits and f.spare == f.capacity - f.needed < 0
+        assert forecast(model="llama3-70b", mesh="1x64").fits
+
+
+class TestTraffic:
+    def test_full_shard_receives_three_passes_over_the_parameters_and_ddp_two(self):
+        f = forecast()
+        # Gathers in bf16 twice (2+2 bytes) and a reduction in fp32 (4): 8P(S-1)/S, as an all-reduce in fp32 (2 x 4).
+        assert f.replicated == pytest.approx(8 * P * 7 / 8)
+        assert f.received == pytest.approx(f.replicated, rel=0.07)  # the embedding exchanges rows instead
+        same = forecast(reduce_dtype="bf16")
+        assert same.received / (same.replicated / 2) == pytest.approx(1.5, rel=0.07)
+
+    def test_hybrid_adds_shards_over_replicas_once(self):
+        over = {}
+        for m in forecast(mesh="4x8").moves:
+            over[m.axes] = over.get(m.axes, 0) + m.received
+        assert over[(REPLICA,)] == pytest.approx(2 * 4 * P / 8 * 3 / 4, rel=1e-3)
+        assert over[(SHARD,)] == pytest.approx(sum(m.received for m in forecast().moves))
+
+
+class TestWarnings:
+    def test_layers_too_large_and_too_small_are_named(self):
+        assert any("218M parameters, above the usual" in w for w in forecast().warnings)
+        assert any("units of 50 to 200M" in w for w in forecast(model="llama-125m", seq_len=1024).warnings)
+
+    def test_too_few_tokens_to_hide_a_gather(self):
+        few = forecast(gpu="rtx4090", mesh="1x2", model="llama3-1b", seq_len=1024)
+        assert any("compute less long than a layer takes to gather" in w for w in few.warnings)
+        assert not any("to gather" in w for w in forecast(batch=4).warnings)
+
+    def test_more_than_three_quarters_of_a_gpu_needs_a_setting(self):
+        f = forecast(strategy="SHARD_OPT")
+        assert f.fits and any("XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in w for w in f.warnings)
+
+
+class TestAdvice:
+    def test_a_model_that_one_gpu_holds_is_not_sharded(self):
+        (first, _) = advice(Workload(model="llama3-1b", mesh="1x8", batch=1))
+        assert first.startswith("One GPU is enough")
+
+    def test_a_larger_one_may_be_trained_through_adapters(self):
+        first = next(advice(Workload(mesh="1x8")))
+        assert "LoRA on a frozen bf16 base fits one GPU" in first
+        first = next(advice(Workload(mesh="1x8", model="llama3-70b")))
+        assert "quantised to 4 bits" in first or "must be sharded" in first
+
+    def test_the_window_is_the_floor(self):
+        _, floor = advice(Workload(mesh="1x8"))
+        assert "FULL_SHARD fits from about 2 GPUs on" in floor and "further ones save less than a tenth" in floor
+        _, never = advice(Workload(mesh="1x8", batch=2048))
+        assert never.startswith("No number of GPUs is enough")
+
+    def test_choices_fit_are_ranked_and_say_why(self):
+        choices = recommend(Workload(mesh="2x8"), most=50)
+        assert all(c.forecast.fits for c in choices)
+        speeds = [c.forecast.timing.tokens_per_second for c in choices]
+        assert speeds == sorted(speeds, reverse=True)
+        assert choices[0].reason.startswith("fastest that fits")
+        kinds = {(c.work.mesh, c.work.strategy) for c in choices}
+        assert ("2x8", "HYBRID_SHARD") in kinds and ("1x16", "FULL_SHARD") in kinds
+        assert not any(c.work.strategy == "NO_SHARD" for c in choices)  # 8B does not fit one H100
+
+    def test_the_largest_batch_fits_and_its_double_does_not(self):
+        choice = recommend(Workload(mesh="1x8"), most=1)[0]
+        fits = lambda batch: Forecast(replace(choice.work, batch=batch)).fits
+        assert fits(choice.largest_batch) and not fits(2 * choice.largest_batch)
+
+
+class TestSweep:
+    points = staticmethod(cache(lambda: sweep.sweep(Workload(), (1, 8, 64))))
+
+    def test_memory_falls_with_devices_only_where_it_is_cut(self):
+        needed = {(p.devices, p.strategy): p.needed for p in self.points()}
+        assert needed[64, "NO_SHARD"] == needed[8, "NO_SHARD"]
+        assert needed[64, "FULL_SHARD"] < needed[8, "FULL_SHARD"] / 3
+        ladder = [needed[64, s] for s in sweep.STRATEGIES]
+        assert ladder == sorted(ladder, reverse=True)
+
+    def test_a_page_has_a_bar_for_every_point_and_nothing_from_elsewhere(self, tmp_path):
+        sweep.draw(self.points(), Workload(), tmp_path / "plot.html")
+        page = (tmp_path / "plot.html").read_text()
+        assert page.count("<rect") == 3 * 4 + 3 * 3
+        assert "http" not in page and "<script" not in page
+
+    def test_a_png_is_a_png(self, tmp_path):
+        pytest.importorskip("matplotlib", reason="needs the extra `plot`")
+        sweep.draw(self.points(), Workload(), tmp_path / "plot.png")
+        assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+    def test_another_ending_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="is a .png or an .html, and .*plot.pdf is neither"):
+            sweep.draw(self.points(), Workload(), tmp_path / "plot.pdf")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mesh": "auto"}, "mesh is 'auto', but there are no devices to count. Write REPLICASxSHARDS"),
+        ({"mesh": "1x12"}, "12 GPUs, which do not fill hosts of 8. Use a multiple of 8, or say --per-host"),
+        ({"batch": 0}, "batch is 0; it is a count, so use 1 or more"),
+        ({"optimizer": "shampoo"}, "optimizer 'shampoo' is unknown. Use one of adamw"),
+        ({"gpu": "tpu"}, "gpu 'tpu' is unknown"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        Workload(**fields)
+
+
+def test_json_holds_the_same_figures():
+    f = forecast(mesh="4x8")
+    found = json.loads(json.dumps(f.to_json()))
+    assert sum(found["memory_bytes"].values()) == pytest.approx(found["needed_bytes"])
+    assert found["parameters"] == P and found["fits"] and found["spare_bytes"] > 50 * GIB
+    assert sum(m["received_bytes"] for m in found["traffic"]) == pytest.approx(found["received_bytes"])

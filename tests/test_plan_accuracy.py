@@ -1,0 +1,81 @@
+"""How far off the planner is: the recorded grid of compiled steps, and published runs. The targets are the promise."""
+
+import json
+
+import pytest
+
+from benchmarks import plan_accuracy as accuracy
+from jfsdp.roofline import Rates
+
+
+@pytest.fixture(scope="module")
+def memory():
+    return accuracy.grid_memory(json.loads((accuracy.DATA / "compiled_memory.json").read_text()))
+
+
+class TestMemory:
+    def test_the_grid_is_wide(self, memory):
+        assert len(memory) >= 40
+        used = {key for one in memory for key in one.fields}
+        assert used >= {
+            "model",
+            "gpu",
+            "mesh",
+            "strategy",
+            "precision",
+            "optimizer",
+            "remat",
+            "seq_len",
+            "batch",
+            "accumulate",
+        }
+
+    def test_five_of_six_rows_are_within_5_percent_and_never_under_by_more_than_2(self, memory):
+        """The misses are printed by the benchmark and named in the README; none hides among the others."""
+        assert sum(one.is_right for one in memory) >= 5 / 6 * len(memory)
+
+    def test_misses_are_of_kinds_that_are_known(self, memory):
+        for one in memory:
+            if not one.is_right:
+                known = (
+                    one.fields.get("accumulate", 1) > 1  # XLA unrolls the loop over micro-batches by two as well
+                    or one.fields.get("remat") == "dots"  # keeps the scores of chunked attention
+                    or one.fields.get("precision") == "fp32"
+                    or one.fields["model"] == "llama-125m"  # a GiB in all
+                )
+                assert known, one
+
+    def test_half_of_the_rows_are_within_3_percent(self, memory):
+        errors = sorted(abs(one.error) for one in memory)
+        assert errors[len(errors) // 2] <= 0.03
+
+
+class TestTime:
+    steps = [accuracy.score(row, Rates()) for row in accuracy.published()]
+
+    def test_few_rows_calibrate_and_they_are_declared(self):
+        assert sum(bool(s.row["calibrates"]) for s in self.steps) == 6 and len(self.steps) == 40
+
+    def test_held_out_rows_meet_the_targets(self):
+        errors = sorted(abs(s.error) for s in self.steps if s.is_stated and not s.row["calibrates"])
+        assert len(errors) >= 15
+        assert errors[len(errors) // 2] <= 0.12
+        assert sum(e <= 0.3 for e in errors) >= 0.9 * len(errors)
+
+    def test_rows_with_missing_facts_lie_in_their_range(self):
+        open_rows = [s for s in self.steps if not s.is_stated]
+        assert sum(s.is_inside for s in open_rows) >= 0.9 * len(open_rows)
+
+    def test_the_shipped_constants_are_those_that_calibration_finds(self):
+        found = accuracy.calibrate([s.row for s in self.steps if s.row["calibrates"]])
+        for name in ("matmul", "matmul_ampere", "attention", "between_eager"):
+            assert getattr(found, name) == pytest.approx(getattr(Rates(), name), rel=0.02), name
+
+    def test_no_row_has_a_constant_of_its_own(self):
+        """Six rows fit four constants; one chip's factor is shared by every row on it and its successors."""
+        assert len({s.row["gpu"] for s in self.steps}) == 6
+
+
+def test_links_are_right_within_10_percent_in_the_middle():
+    errors = sorted(abs(predicted / measured - 1) for _, predicted, measured in accuracy.links())
+    assert len(errors) >= 15 and errors[len(errors) // 2] <= 0.1
