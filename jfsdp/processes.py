@@ -239,9 +239,21 @@ def connect(group: Group | None = None, *, timeout_s: int = 300) -> Group:
             "where process 0 runs, and that this host reaches it."
         ) from error
     _here = group
-    logging.basicConfig(format=f"{label()}%(levelname)s: %(message)s")
-    logging.captureWarnings(True)
+    _label_messages()
     return group
+
+
+def _label_messages() -> None:
+    """Put the label into log records themselves, so that it is there whoever handles them; warnings are logged, too."""
+    make = logging.getLogRecordFactory()
+
+    def make_labelled(*args, **kwargs) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        record.msg = f"{label()}{record.msg}"
+        return record
+
+    logging.setLogRecordFactory(make_labelled)
+    logging.captureWarnings(True)
 
 
 def local_devices(group: Group, environ: Mapping[str, str] = os.environ) -> list[int] | None:

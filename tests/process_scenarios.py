@@ -1,7 +1,8 @@
 """What one process and many must agree on, run by both: the tests call `everything` in their own process, and the
-launcher starts this file in several, each of which writes what it saw to `OUT/<index>.json`.
+launcher starts this file in several, each of which writes what it saw to `OUT/<index>.json`. Each of the two also goes
+on from a checkpoint of the other.
 
-`python -m jfsdp.launch --nproc 2 -m tests.process_scenarios OUT`
+`python -m jfsdp.launch --nproc 2 -m tests.process_scenarios OUT CHECKPOINTS_OF_ONE`
 """
 
 import json
@@ -16,10 +17,12 @@ import optax
 from jax.experimental import multihost_utils
 
 from jfsdp import audit, cli, data, processes
+from jfsdp.checkpoint import Checkpoints, restore
 from jfsdp.layout import make_plan
 from jfsdp.mesh import make_mesh
 from jfsdp.metrics import Throughput, record
-from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.randomness import example_keys
+from jfsdp.step import Auxiliary, TrainState, eval_step, train_step
 from jfsdp.unit import unshard
 from tests.support import UNITS, toy_batch, toy_loss, toy_params
 from train import place
@@ -38,9 +41,10 @@ class Rows:
         return {name: array[i] for name, array in self._arrays.items()}
 
 
-def everything() -> dict:
-    """Every scenario's result, in JSON's types."""
+def everything(folder: Path) -> dict:
+    """Every scenario's result, in JSON's types; checkpoints go to `folder`."""
     return {
+        "masks": masks(folder),
         "FULL_SHARD": training("1x8", "FULL_SHARD"),
         "HYBRID_SHARD": training("2x4", "HYBRID_SHARD"),
         "ids": ids_of_an_epoch(),
@@ -74,6 +78,57 @@ def training(mesh: str, strategy: str) -> dict:
         "hosts": [[device.process_index for device in row] for row in plan.mesh.devices],
         "groups": [[c.kind, c.groups] for c in program.collectives],
     }
+
+
+def dropped(params, batch, key):
+    """A loss under dropout 0.5 of examples, and beside it the mask as a number: bit i is that of example i."""
+    kept = jax.vmap(jax.random.bernoulli)(example_keys())
+    mask = Auxiliary((kept * batch["bit"]).sum(), batch["one"].sum(), coefficient=0.0)
+    return (kept * unshard(params["w"]).sum()).sum(), batch["one"].sum(), {"mask": mask}
+
+
+def dropout_run(mesh: str):
+    """Plan and optimizer of a model that no mesh cuts without padding, the state's shapes, and `go(state, steps)`."""
+    plan, tx = make_plan({"w": jnp.ones((13, 3))}, make_mesh(mesh)), optax.adamw(0.1)
+    step, rows = (
+        train_step(dropped, tx, plan),
+        Rows(bit=2.0 ** np.arange(16, dtype=np.float32), one=np.ones(16, np.float32)),
+    )
+    batch = place(next(data.evaluation_batches(rows, global_batch=16, **cli.processes())), plan)
+
+    def go(state: TrainState, steps: int) -> tuple[TrainState, list[int]]:
+        seen = []
+        for _ in range(steps):
+            state, result = step(state, batch)
+            seen.append(int(16 * float(result["mask"])))
+        return state, seen
+
+    return plan, tx, go
+
+
+def masks(folder: Path) -> dict:
+    """C-59: the masks of six steps on 1x8, and the state after four of them, which is saved."""
+    plan, tx, go = dropout_run("1x8")
+    state, first = go(TrainState.create(plan.place({"w": jnp.ones((13, 3))}), tx, plan, seed=7), 4)
+    saved = values(state)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(state)
+    return {"all": first + go(state, 2)[1], "saved": saved, "resumed": resumed(folder)}
+
+
+def resumed(folder: Path) -> dict:
+    """C-59: the state that a checkpoint gives on 2x4, and the masks of the two steps after it."""
+    plan, tx, go = dropout_run("2x4")
+    state = restore(folder, TrainState.abstract(tx, plan))
+    assert jnp.issubdtype(state.key.dtype, jax.dtypes.prng_key)
+    return {"state": values(state), "masks": go(state, 2)[1]}
+
+
+def values(state: TrainState) -> list:
+    """Parameters, moments, counters and key, without padding."""
+    adam = state.opt_state[0]
+    moments = [state.plan.unpad(moment) for moment in (adam.mu, adam.nu)]
+    return all_of([state.logical_params(), moments, adam.count, state.step, jax.random.key_data(state.key)])
 
 
 def all_of(tree) -> list:
@@ -156,4 +211,6 @@ if __name__ == "__main__":
     cli.start(cli.DeviceConfig(mesh="8"), group.count)
     if group.index == 1:
         warnings.warn("a warning from the second process", stacklevel=1)
-    Path(sys.argv[1], f"{group.index}.json").write_text(json.dumps(everything()))
+    out, one = map(Path, sys.argv[1:])
+    seen = everything(out / "checkpoints") | {"resumed": resumed(one)}
+    (out / f"{group.index}.json").write_text(json.dumps(seen))
