@@ -72,7 +72,9 @@ def _from_config_json(path: Path) -> Model:
             return Model(str(path), family, family.config_from(hf))
         except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
             refusals.append(str(error))
-    raise ValueError(f"model {path}: no family takes it. {' '.join(refusals)}")
+    # A family that knows this kind of model tells more than those that do not.
+    told = [words for words in refusals if "model_type is" not in words] or refusals
+    raise ValueError(f"model {path}: no family takes it. {' '.join(told)}")
 
 
 def _families() -> dict[str, Any]:

@@ -110,11 +110,11 @@ def test_the_strategy_is_in_the_first_lines(capsys):
     ("--accumulate 0", "accumulate is 0"),
     ("--seq-len 1", "seq_len is 1: .* nothing to learn from a single token. Use 2 or more"),  # C-12
     ("--strategy HYBRID_SHARD", "mesh 1x8 has one replica"),
-    ("--model llama-3m", "model 'llama-3m' is unknown. Use one of llama-tiny, .* path of a config.json"),
+    ("--model llama-3m", "model 'llama-3m' is unknown. Use one of .*llama-tiny, .* path of a config.json"),
     ("--model no.such:thing", "No module named 'no'. Write package.module:preset"),
     ("--model models.llama:thing", "model 'models.llama:thing' is unknown. Use one of llama-tiny"),
     ("--model ./other.json", "model other.json is no config.json that can be read: .*No such file"),
-    ("--model ./mistral.json", "no family takes it. config.json: model_type is 'mistral'"),
+    ("--model ./gemma.json", "no family takes it. config.json: model_type is 'gemma'"),
     ("--model ./text.txt", "model text.txt is no config.json that can be read"),
     ("--data no.txt", "no.txt: there is no such file or folder"),
     ("--data short.txt", "short.txt .* has . tokens; a row of seq_len 128 needs 129"),
@@ -141,7 +141,7 @@ def test_the_strategy_is_in_the_first_lines(capsys):
 def test_what_cannot_work_is_refused_with_what_would(here, refused, words, message):
     Path("short.txt").write_text("short")
     Path("empty").mkdir()
-    Path("mistral.json").write_text(json.dumps({**TINY, "model_type": "mistral"}))
+    Path("gemma.json").write_text(json.dumps({**TINY, "model_type": "gemma"}))
     np.save("large.npy", np.where(np.arange(9000) == 7, 256, 1))
     Path("unknown.toml").write_text("batch = 3")
     Path("broken.toml").write_text("batch-size 3")

@@ -15,6 +15,7 @@ from flax import nnx
 import train
 from jfsdp import data
 from jfsdp.__main__ import main as jfsdp
+from jfsdp.families import find_model
 from jfsdp.huggingface import load_pretrained
 from jfsdp.instructions import load_instructions
 from jfsdp.safetensors import read_safetensors
@@ -115,6 +116,14 @@ def test_what_does_not_go_together_is_refused(here, capsys, words, mend):
     with pytest.raises(SystemExit) as exit:
         train.main(words.split())
     assert exit.value.code == 2 and mend in capsys.readouterr().err
+
+
+def test_a_config_that_one_family_knows_is_refused_in_its_words_alone(here):
+    path = Path("hf/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_scaling": {"rope_type": "yarn"}}))
+    with pytest.raises(ValueError, match="rope_type is 'yarn'") as error:
+        find_model(str(path))
+    assert "gpt2" not in str(error.value)
 
 
 def test_a_folder_with_other_weights_is_refused_before_the_first_step(here, capsys):
