@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def test_there_are_examples_of_both_doors():
-    assert any("init_sharded" in source for source in EXAMPLES)
+    assert any("fully_shard" in source for source in EXAMPLES)
     assert any("make_plan" in source for source in EXAMPLES)
 
 
