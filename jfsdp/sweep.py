@@ -139,8 +139,8 @@ def _page(points: Sequence[Point], work: Workload) -> str:
         f"<!doctype html><meta charset=utf-8><title>{title}</title>"
         "<style>body{font:14px system-ui,sans-serif;margin:24px auto;max-width:960px;color:#222;background:#fff}"
         "h1{font-size:18px}text{font:11px system-ui,sans-serif}svg{background:#f7f8fa}</style>"
-        f"<h1>{title}</h1><p>GiB per GPU (line: what one GPU holds; pale: does not fit) &nbsp; {key}</p>{_ladder(points)}"
-        "<p>ms of a step, FULL_SHARD, an estimate: compute (blue), slowed by communication (grey), exposed (red)</p>"
+        f"<h1>{title}</h1><p>GiB per GPU (line: one GPU holds; pale: does not fit) &nbsp; {key}</p>{_ladder(points)}"
+        "<p>ms of a step, FULL_SHARD, an estimate: compute (blue), slowed by communication (grey), exposed (red)"
         f"{_split(points)}"
     )
 

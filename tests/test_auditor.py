@@ -1,0 +1,196 @@
+"""The second estimate, the tables of a program, the picture, and two programs side by side; from programs by hand.
+
+A hand-written schedule has known sums: what is hidden is hidden because the text says so.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from jfsdp import auditor, gpu
+from jfsdp.audit import Memory
+from jfsdp.auditor import Audited
+from jfsdp.hardware import Cluster
+from jfsdp.replay import replay
+from jfsdp.roofline import Rates
+from tests.support import compile_step, toy_batch, toy_loss, toy_params
+
+MESH = {"replica": 1, "shard": 8}
+SIZE = 2 * 4096 * 4096
+"""Bytes of a gathered weight."""
+
+
+def program(*lines, loop=()):
+    """A scheduled entry of these instructions, with a loop body of ten trips where `loop` is given."""
+    head = "HloModule jit_step, is_scheduled=true\n\n"
+    if loop:
+        head += "%body (p: (bf16[512,4096])) -> (bf16[512,4096]) {\n" + "\n".join(f"  {x}" for x in loop) + "\n}\n\n"
+        head += "%cond (q: (bf16[512,4096])) -> pred[] {\n  ROOT %less = pred[] custom-call()\n}\n\n"
+    return (
+        head + "ENTRY %main (a: bf16[512,4096]) -> bf16[4096,4096] {\n" + "\n".join(f"  {x}" for x in lines) + "\n}\n"
+    )
+
+
+SHARD = "%w = bf16[512,4096]{1,0} parameter(0)"
+X = "%x = bf16[4096,4096]{1,0} parameter(1)"
+
+
+def start(name, is_sync=False):
+    return (
+        f"%{name} = (bf16[512,4096]{{1,0}}, bf16[4096,4096]{{1,0}}) all-gather-start(%w), replica_groups=[1,8]<=[8], "
+        f'dimensions={{0}}, backend_config={{"collective_backend_config":{{"is_sync":{str(is_sync).lower()}}}}}'
+    )
+
+
+def done(name):
+    return f"%{name}.done = bf16[4096,4096]{{1,0}} all-gather-done(%{name})"
+
+
+def matmul(name, of="%x"):
+    return f"%{name} = bf16[4096,4096]{{1,0}} dot({of}, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+
+
+GATHER_US = Cluster().seconds(SIZE, 8) * 1e6
+MATMUL_US = 2 * 4096**3 / (Cluster().chip.matmul * Rates().matmul) * 1e6
+
+
+def played(text, computation="main", mesh=MESH):
+    return replay(text, mesh, Cluster())[computation]
+
+
+class TestReplay:
+    def test_a_gather_beside_a_longer_matmul_costs_nothing(self):
+        assert MATMUL_US > GATHER_US
+        one = played(program(SHARD, X, start("g"), matmul("m"), done("g")))
+        assert one.exposed_us == 0 and one.us == pytest.approx(MATMUL_US)
+
+    def test_a_gather_with_nothing_beside_it_is_exposed_whole(self):
+        one = played(program(SHARD, X, start("g"), done("g"), matmul("m")))
+        assert one.exposed_us == pytest.approx(GATHER_US)
+        assert one.us == pytest.approx(GATHER_US + MATMUL_US)
+
+    def test_a_blocking_gather_hides_behind_nothing(self):
+        one = played(program(SHARD, X, start("g", is_sync=True), matmul("m"), done("g")))
+        assert one.exposed_us == pytest.approx(GATHER_US)
+
+    def test_collectives_wait_for_one_another(self):
+        both = played(
+            program(SHARD, X, start("g"), start("h"), start("i"), matmul("m"), done("g"), done("h"), done("i"))
+        )
+        assert both.exposed_us == pytest.approx(max(0.0, 3 * GATHER_US - MATMUL_US))
+
+    def test_loops_count_by_their_trips(self):
+        call = (
+            "%l = (bf16[512,4096]) while(%w), condition=%cond, body=%body, "
+            'backend_config={"known_trip_count":{"n":"10"}}'
+        )
+        text = program(SHARD, call, loop=(SHARD, X, start("g"), done("g"), matmul("m")))
+        assert (
+            played(text).exposed_us
+            == pytest.approx(10 * played(text, "body").exposed_us)
+            == pytest.approx(10 * GATHER_US)
+        )
+
+    def test_an_all_reduce_over_replicas_pays_for_the_network(self):
+        reduce = "%r = f32[4096,4096]{1,0} all-reduce(%x), replica_groups={{0,2},{1,3}}, to_apply=%add"
+        near = "%r = f32[4096,4096]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add"
+        mesh, cluster = {"replica": 2, "shard": 2}, Cluster(gpu="h100", per_host=2, network_gbps=100)
+        far_us, near_us = (replay(program(X, line), mesh, cluster)["main"].exposed_us for line in (reduce, near))
+        assert far_us == pytest.approx(2e6 * cluster.seconds(SIZE, 2, spread=2)) and far_us > 5 * near_us
+
+    def test_events_are_in_order_and_lanes_do_not_overlap(self):
+        one = played(program(SHARD, X, start("g"), matmul("m"), done("g"), matmul("n", "%m")))
+        for lane in ("compute", "communication"):
+            spans = [(e.begin, e.end) for e in one.events if e.lane == lane]
+            assert spans and all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:]))
+
+
+LOOP = '%l = (bf16[512,4096]) while(%w), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"10"}}'
+LOOPED = program(SHARD, X, LOOP, loop=(SHARD, X, start("g"), matmul("m"), done("g")))
+
+
+def audited(text=LOOPED, name="ours", platform="h100", **more):
+    memory = Memory(argument=4 << 30, output=4 << 30, alias=4 << 30, temp=2 << 30)
+    return Audited(
+        name=name, text=text, mesh_shape=MESH, memory=memory, platform=platform, jax_version=jax.__version__, **more
+    )
+
+
+def said(parts):
+    console = Console(width=200, no_color=True, highlight=False)
+    with console.capture() as found:
+        for part in parts:
+            console.print(part)
+    return found.get()
+
+
+class TestTables:
+    def test_they_say_what_moves_and_behind_what(self):
+        words = said(auditor.tables(audited()))
+        assert "6.0 GiB" in words  # needed
+        assert "layers forward" in words and "1 of 1 beside matmuls of 137+ GFLOP" in words
+        assert "replay: 0 of" in words
+
+    def test_a_void_estimate_is_called_so_and_not_printed(self):
+        estimate = gpu.BodyEstimate(exposed_us=5000.0, total_us=9000.0, by_kind={}, unpriced=("psum.21",))
+        exposed = gpu.Exposed(
+            {"body": estimate}, 50_000.0, ("void: body has 1 operations at a placeholder price of 5,000 us",)
+        )
+        words = said(auditor.tables(audited(exposed=exposed)))
+        assert "XLA: void, see below" in words and "the replay stands alone" in words
+        assert "9,000" not in words and "50,000" not in words
+
+    def test_a_cpu_program_says_what_its_backend_hides(self):
+        step = compile_step(toy_loss(), toy_params(dtype=jnp.float32), toy_batch(dtype="float32"), "2x4")
+        found = auditor.of_compiled(step.compiled, step.plan.mesh, name="toy", jax_version=jax.__version__)
+        words = said(auditor.tables(found))
+        assert found.platform == "cpu" and not found.played
+        assert "reduce-scatter" in words and "widens bf16 collectives" in words
+        assert found.memory.needed == step.memory.needed
+
+
+class TestFiles:
+    def test_a_program_comes_back_as_it_was_kept(self, tmp_path):
+        audited().save(tmp_path / "a.json")
+        back = Audited.load(tmp_path / "a.json")
+        assert back.traffic == audited().traffic == {("all-gather", "shard", "bfloat16"): 10 * SIZE * 7 // 8}
+        assert back.memory == audited().memory
+
+    def test_two_programs_side_by_side(self, tmp_path, capsys):
+        other = LOOPED.replace(matmul("m") + "\n  " + done("g"), done("g") + "\n  " + matmul("m"))
+        assert other != LOOPED
+        audited().save(tmp_path / "a.json")
+        audited(other, name="exposed").save(tmp_path / "b.json")
+        assert auditor.command([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+        words = capsys.readouterr().out
+        assert "memory: needed" in words and "same" in words
+        assert f"+{10 * GATHER_US:,.0f}" in words  # exposed, by the replay
+
+    @pytest.mark.parametrize("content", ["{}", "no json", None])
+    def test_other_files_are_refused(self, tmp_path, capsys, content):
+        if content is not None:
+            (tmp_path / "a.json").write_text(content)
+        assert auditor.command([str(tmp_path / "a.json")]) == 2
+        assert "a.json holds no program" in (words := capsys.readouterr().err) and "--audit-file" in words
+
+
+class TestPicture:
+    def test_a_page_shows_both_lanes_and_what_waits(self, tmp_path):
+        exposed = program(
+            SHARD,
+            X,
+            LOOP,
+            loop=(SHARD, X, start("g"), done("g"), matmul("m")),
+        )
+        audited(exposed).draw(tmp_path / "s.html")
+        page = (tmp_path / "s.html").read_text()
+        assert page.count("<rect") == 3  # a gather, a wait, a matmul
+        assert "layers forward, one iteration" in page and "compute waits (exposed)" in page
+        assert "http" not in page and "<script" not in page
+
+    def test_another_ending_and_an_unknown_device_are_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="s.png should end in .html"):
+            audited().draw(tmp_path / "s.png")
+        with pytest.raises(ValueError, match="no schedule is drawn for cpu"):
+            audited(platform="cpu").draw(tmp_path / "s.html")
