@@ -6,7 +6,11 @@ with itself. Weights are random and larger than at the start, so that a mistake 
 
 import functools
 import json
+import os
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -21,6 +25,7 @@ from jfsdp.safetensors import Entry, Tensor, read_safetensors, write_safetensors
 from jfsdp.step import TrainState, train_step
 from jfsdp.wrap import plan_module
 from models import gpt2, llama, t5
+from tests import huggingface_processes
 from tests.support import submesh
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -308,6 +313,23 @@ def test_a_parameter_shares_no_memory_with_what_was_placed():
     kept = _cast(sharding, jnp.dtype(jnp.float32))(placed)
     pointers = [shard.data.unsafe_buffer_pointer() for a in (placed, kept) for shard in a.addressable_shards]
     assert len(set(pointers)) == 4
+
+
+@pytest.mark.slow
+def test_two_processes_load_export_and_sample_as_one_does(tmp_path):
+    """Each holds half; the first writes, bitwise what was read."""
+    want = write_random(tmp_path / "in", llama, UNEVEN, max_file_bytes=2000)
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    words = ["--nproc", "2", "-m", "tests.huggingface_processes", tmp_path / "in", tmp_path / "out"]
+    command = [sys.executable, "-m", "jfsdp.launch", *words]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads((tmp_path / f"out/process_{i}.json").read_text()) for i in range(2)]
+    alone = huggingface_processes.through(tmp_path / "in", tmp_path / "alone", "1x8")
+    assert seen[0]["tokens"] == seen[1]["tokens"] == alone["tokens"]
+    assert seen[0]["held"] == seen[1]["held"] == alone["held"] / 2
+    got = read_safetensors(tmp_path / "out")
+    assert set(got) == set(want) and all(got[name][...].tobytes() == a.tobytes() for name, a in want.items())
 
 
 def test_every_wrong_tensor_is_listed_in_one_error(tmp_path):
