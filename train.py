@@ -79,6 +79,7 @@ def train(job: cli.Job, console: Console) -> int:
         stop = stack.enter_context(cli.stops_between_steps())
         watchdog = stack.enter_context(Watchdog(config.processes.hang_timeout))
         saver = stack.enter_context(Saver(job, state))
+        stack.callback(job.batches.close)
         writers = [*job.writers, Screen(console, steps, throughput)]
         for writer in writers:
             stack.callback(writer.close)

@@ -553,7 +553,7 @@ def load_consolidated(folder: str | os.PathLike, plan: Plan):
 
 
 def _abstract(plan: Plan):
-    return lambda leaf: jax.ShapeDtypeStruct(leaf.rest_shape, leaf.dtype, sharding=plan.sharding(leaf.rest_spec))
+    return lambda leaf: jax.ShapeDtypeStruct(leaf.rest_shape, leaf.dtype, sharding=plan.rest_sharding(leaf))
 
 
 def _write_consolidated(folder: Path, names: dict[str, tuple], aliases) -> list[Path]:

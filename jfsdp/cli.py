@@ -33,7 +33,7 @@ from jfsdp import data
 from jfsdp.checkpoint import Checkpoints, Metadata, open_checkpoint
 from jfsdp.families import Model, find_model
 from jfsdp.instructions import Answers, is_instructions, load_instructions
-from jfsdp.lora import LoraOptions, LoraParam, add_lora, parse_lora
+from jfsdp.lora import LoraOptions, add_lora, parse_lora
 from jfsdp.mesh import make_mesh, parse_mesh, simulate_devices
 from jfsdp.metrics import JsonLines, TensorBoard, Writer
 from jfsdp.precision import MixedPrecision
@@ -116,6 +116,10 @@ class DataConfig:
     """The id that closes a document in a file of token ids."""
     tokenizer: Annotated[DisallowNone[Path | None], _or_else("FOLDER", "that of --init-from; else bytes")] = None
     """Where the tokenizer.json for text lies, and the chat template for messages."""
+    mix: Annotated[tuple[str, ...], arg(metavar="PATH=WEIGHT")] = ()
+    """Further sources of the same kinds; for one example of --data, so many of each are drawn."""
+    workers: int = 0
+    """Processes that read ahead, on each host; worth it where a batch takes longer to read than a step."""
 
     @property
     def is_text(self) -> bool:
@@ -384,14 +388,16 @@ def prepare(config: TrainConfig) -> Job:
     if text.data is not None or not output.dry_run:  # a dry run has no use for the built-in text
         sizes = dict(seq_len=text.seq_len, vocab_size=model.config.vocab_size, held_out=text.held_out)
         tokenizer = None if text.tokenizer is None else Tokenizer(text.tokenizer)
-        if is_instructions(text.data):
-            if tokenizer is None:
-                raise ValueError(f"{text.data} has conversations, which need a tokenizer: give --tokenizer FOLDER.")
-            rows, held_out = load_instructions(text.data, tokenizer, **sizes)
-        else:
-            ends = dict(end_of_document=text.end_of_document, tokenizer=None if text.is_ids else tokenizer)
-            rows, held_out = data.load(text.data, **sizes, **ends)
-        batches = data.Batches(rows, global_batch=batch_size, seed=config.training.seed, **processes())
+        rows, held_out = _load(text.data, text, tokenizer, sizes)
+        if text.mix:
+            paths, weights = _read_mix(text.mix)
+            parts = [(rows, held_out), *(_load(path, text, tokenizer, sizes) for path in paths)]
+            trained, evaluated = zip(*parts)
+            rows = data.mix(trained, [1, *weights])
+            held_out = data.mix(evaluated, [1, *weights]) if text.held_out else None
+        batches = data.Batches(
+            rows, global_batch=batch_size, seed=config.training.seed, workers=text.workers, **processes()
+        )
         if saved is not None and saved.data is not None:
             batches.restore(saved.data)
     writers: list[Writer] = []
@@ -399,7 +405,7 @@ def prepare(config: TrainConfig) -> Job:
         writers += [JsonLines(output.metrics, keeps=resume is not None)] if output.metrics else []
         writers += [TensorBoard(output.tensorboard)] if output.tensorboard else []
     sharding = dict(mesh=mesh, strategy=strategy, mp_policy=precision)
-    sharding |= {} if lora is None else dict(trainable=LoraParam)
+    sharding |= {} if lora is None else dict(trainable=nnx.LoRAParam)
     schedule = Schedule(prefetch=config.model.prefetch)
     files = (writers, checkpoints, resume, tokenizer, lora)
     return Job(config, group, model, mesh, sharding, schedule, batch_size, rows, held_out, batches, *files)
@@ -441,6 +447,32 @@ def _model_in(folder: Path) -> str:
         what = "adapters, and which weights they adapt it does not say" if run.get("lora") else "no model that it names"
         raise ValueError(f"{folder} holds {what}. Make a folder of it with `jfsdp export` and begin with that.")
     return run["model"]
+
+
+def _load(path: Path | None, config: DataConfig, tokenizer: Tokenizer | None, sizes: dict[str, Any]):
+    """The training and the held-out rows of a source."""
+    if is_instructions(path):
+        if tokenizer is None:
+            raise ValueError(f"{path} has conversations, which need a tokenizer: give --tokenizer FOLDER.")
+        return load_instructions(path, tokenizer, **sizes)
+    is_ids = path is not None and path.suffix.lower() in (".npy", ".bin")
+    ends = dict(end_of_document=config.end_of_document, tokenizer=None if is_ids else tokenizer)
+    return data.load(path, **sizes, **ends)
+
+
+def _read_mix(words: Sequence[str]) -> tuple[list[Path], list[float]]:
+    """`a/=0.5` as a path and a weight."""
+    paths, weights = [], []
+    for word in words:
+        path, _, weight = word.rpartition("=")
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            path = ""
+        if not path:
+            raise ValueError(f"mix {word!r} is no PATH=WEIGHT. Write for example code/=0.5.")
+        paths.append(Path(path))
+    return paths, weights
 
 
 def _open_checkpoints(config: CheckpointConfig) -> tuple[Checkpoints | None, Path | None, Metadata | None]:

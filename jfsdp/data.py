@@ -8,15 +8,19 @@ Knows nothing of models, meshes or JAX: whoever trains places the rows on device
 import json
 import logging
 import math
+import multiprocessing
 import os
 import platform
+import signal
 import sysconfig
-from collections import Counter
-from collections.abc import Iterator, Set
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence, Set
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from fractions import Fraction
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -90,6 +94,19 @@ class Packed:
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker process: a memory-mapped stream is mapped again and not copied."""
+        state = dict(vars(self))
+        if isinstance(s := self.stream, np.memmap):
+            state["stream"] = (s.filename, s.dtype, s.offset, s.shape)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(where := state["stream"], tuple):
+            file, dtype, offset, shape = where
+            state["stream"] = np.memmap(file, dtype, "r", offset, shape)
+        vars(self).update(state)
 
     def __len__(self) -> int:
         return -(-(self.num_tokens - 1) // self.seq_len)
@@ -370,16 +387,96 @@ class Order:
         return self._epoch(epoch)[self.batches_per_epoch * self.global_batch :]
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        return _permutation(self.examples, self.seed, epoch) if self.shuffle else np.arange(self.examples)
+        return _cached_permutation(self.examples, self.seed, epoch) if self.shuffle else np.arange(self.examples)
 
 
-@lru_cache(maxsize=2)  # 8 bytes per example, made once per epoch
-def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
+@dataclass(frozen=True, kw_only=True)
+class MixedOrder:
+    """Which example of which source is where: a function of seed and step, as `Order` is for one source.
+
+    Of every `sum(weights)` examples in a row, counted from 0 on, exactly `weights[s]` are of source s, in an order of
+    their own. A source goes once through all its examples, shuffled, before any comes again, at its own pace; so a
+    mixture has no epochs and no last batch.
+    """
+
+    sizes: tuple[int, ...]
+    """Examples of each source."""
+    weights: tuple[int, ...]
+    global_batch: int
+    seed: int = 0
+
+    batches_per_epoch: ClassVar[float] = math.inf
+
+    def batch(self, step: int) -> np.ndarray:
+        """Examples of batch `step`, numbered over all sources one behind the other: `[global_batch]`."""
+        first, cycle = step * self.global_batch, sum(self.weights)
+        last = first + self.global_batch - 1
+        ids = np.concatenate([self._cycle(c) for c in range(first // cycle, last // cycle + 1)])
+        return ids[first % cycle :][: self.global_batch]
+
+    def _cycle(self, cycle: int) -> np.ndarray:
+        """The `sum(weights)` examples of one round: sources take turns at random, each goes on where it was."""
+        turns = np.repeat(np.arange(len(self.sizes)), self.weights)
+        turns = turns[self._permutation(len(turns), self.seed, cycle, 0)]
+        ids, offset = np.empty(len(turns), np.int64), 0
+        for source, (size, weight) in enumerate(zip(self.sizes, self.weights)):
+            epochs, places = np.divmod(np.arange(cycle * weight, (cycle + 1) * weight), size)
+            orders = {int(e): self._permutation(size, self.seed, int(e), 1 + source) for e in np.unique(epochs)}
+            ids[turns == source] = [offset + orders[e][p] for e, p in zip(epochs.tolist(), places)]
+            offset += size
+        return ids
+
+    @cached_property
+    def _permutation(self):
+        return lru_cache(maxsize=2 * len(self.sizes) + 2)(_permutation)
+
+
+def _permutation(examples: int, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
     # Sorted raw words and not Generator.permutation: NumPy promises that only the former stay the same in
     # every version (NEP 19), and a run resumed after an upgrade would repeat examples and miss others.
-    # grain could shuffle too, but this is all there is to do and its iterators would own the position.
-    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(examples)
+    # grain could shuffle and mix too, but this is all there is to do and its iterators would own the position.
+    words = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=[0, 0, 0, stream]).random_raw(examples)
     return np.argsort(words, kind="stable")
+
+
+_cached_permutation = lru_cache(maxsize=2)(_permutation)  # 8 bytes per example, made once per epoch
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed:
+    """Several datasets one behind the other, with how often each is drawn from. See `MixedOrder`."""
+
+    parts: list[Packed]
+    weights: list[int]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, i: int) -> Row:
+        for part in self.parts:
+            if i < len(part):
+                return part[i]
+            i -= len(part)
+        raise IndexError(f"the mixture has {len(self)} examples.")
+
+    def __str__(self) -> str:
+        total = sum(self.weights)
+        return "; ".join(f"{weight / total:.3g} of {part}" for part, weight in zip(self.parts, self.weights))
+
+
+def mix(parts: Sequence[Packed], weights: Sequence[float]) -> Mixed:
+    """A mixture of datasets; weights are how many examples are drawn of each, in relation to each other.
+
+    Raises: ValueError for a weight that is not above 0, or weights that are too far apart.
+    """
+    exact = [Fraction(weight).limit_denominator(1000) for weight in weights]
+    if len(exact) != len(parts) or any(weight <= 0 for weight in exact):
+        raise ValueError(f"the weights of a mixture are {list(weights)}. Give each source one of 0.001 or more.")
+    whole = [int(weight * math.lcm(*(w.denominator for w in exact))) for weight in exact]
+    common = math.gcd(*whole)
+    if (cycle := sum(whole) // common) > 100_000:
+        raise ValueError(f"the weights {list(weights)} come out only every {cycle} examples. Use rounder ones.")
+    return Mixed(list(parts), [weight // common for weight in whole])
 
 
 class Batches:
@@ -388,12 +485,14 @@ class Batches:
     Processes hold blocks of rows in their order, as `jax.make_array_from_process_local_data` expects for a
     mesh in device order. A row of padding is 0 everywhere, so its weights are. In place of `Packed`, anything
     serves that has a length and whose items are dicts of equally shaped arrays.
+
+    workers: processes that read ahead; 0 reads when asked. The order is the same.
     Raises: ValueError for fewer examples than a global batch, or a batch that processes cannot share.
     """
 
     def __init__(
         self,
-        dataset: Packed,
+        dataset: Packed | Mixed,
         *,
         global_batch: int,
         seed: int = 0,
@@ -401,7 +500,9 @@ class Batches:
         drop_last: bool = False,
         process_index: int = 0,
         process_count: int = 1,
+        workers: int = 0,
     ):
+        _check_count("workers", workers, 0, "it counts processes that read")
         _check_count("seed", seed, 0, "it names an order of the examples")
         self._rows = _process_rows(global_batch, process_index, process_count)
         if len(dataset) < global_batch:
@@ -409,39 +510,69 @@ class Batches:
                 f"The training data has {len(dataset)} examples, less than a global batch of {global_batch}. "
                 f"Give more data, a smaller seq_len or a global batch of at most {len(dataset)}."
             )
-        self.order = Order(
-            examples=len(dataset), global_batch=global_batch, seed=seed, shuffle=shuffle, drop_last=drop_last
-        )
+        if isinstance(dataset, Mixed):
+            if drop_last or not shuffle:
+                raise ValueError("a mixture is shuffled and has no last batch. Leave out shuffle and drop_last.")
+            sizes = tuple(map(len, dataset.parts))
+            self.order = MixedOrder(sizes=sizes, weights=tuple(dataset.weights), global_batch=global_batch, seed=seed)
+        else:
+            self.order = Order(
+                examples=len(dataset), global_batch=global_batch, seed=seed, shuffle=shuffle, drop_last=drop_last
+            )
         self.step = 0
         """Batches handed out so far, over all epochs."""
         self._dataset = dataset
         self._is_first_process = process_index == 0
+        self._workers, self._pool, self._waiting = workers, None, deque()
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0."""
-        return self.step // self.order.batches_per_epoch
+        return int(self.step // self.order.batches_per_epoch)
 
     def __iter__(self) -> Iterator[Row]:
         return self
 
     def __next__(self) -> Row:
         epoch = self.epoch
-        batch = _read(self._dataset, self.order.batch(self.step)[self._rows])
+        batch = self._read_ahead() if self._workers else self._next(self.step, partial(_read, self._dataset))
         self.step += 1
         if self.epoch > epoch and self._is_first_process and (dropped := self.order.dropped(epoch)).size:
             ids = np.array2string(dropped, separator=", ", threshold=16)
             _log.warning("epoch %d: drop_last left out %d examples: %s", epoch, dropped.size, ids)
         return batch
 
+    def _next(self, step: int, read):
+        return read(self.order.batch(step)[self._rows])
+
+    def _read_ahead(self) -> Row:
+        """From worker processes, which have read two batches each while others were computed with."""
+        if self._pool is None:
+            # Not forked: JAX's threads would not survive it.
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._workers, spawn, _become_worker, (self._dataset,))
+        while len(self._waiting) < 2 * self._workers:
+            step = self.step + len(self._waiting)
+            self._waiting.append(self._next(step, partial(self._pool.submit, _read_in_worker)))
+        return self._waiting.popleft().result()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+            self._waiting.clear()
+
     def start_at(self, step: int) -> None:
         """Go on as if `step` batches had been handed out."""
         _check_count("step", step, 0, "it counts the batches handed out")
         self.step = int(step)
+        self._waiting.clear()
 
-    def state(self) -> dict[str, int]:
-        """Where the run stands and what its order depends on: the same in every process."""
-        return {"step": self.step, **{name: int(value) for name, value in asdict(self.order).items()}}
+    def state(self) -> dict[str, Any]:
+        """Where the run stands and what its order depends on, as JSON: the same in every process."""
+        plain = {n: list(v) if isinstance(v, tuple) else int(v) for n, v in asdict(self.order).items()}
+        return {"step": self.step, **plain}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state()` was taken, on any number of devices and processes.
@@ -449,9 +580,9 @@ class Batches:
         Raises: ValueError if the order of examples would not be that of the state.
         """
         here = self.state()
-        changed = [name for name in asdict(self.order) if state[name] != here[name]]
+        changed = [name for name in asdict(self.order) if state.get(name) != here[name]]
         if changed:
-            saved = ", ".join(f"{name} {int(state[name])}" for name in changed)
+            saved = ", ".join(f"{name} {state.get(name)}" for name in changed)
             found = ", ".join(f"{name} {here[name]}" for name in changed)
             raise ValueError(
                 f"The order of examples was saved with {saved}; this run has {found}. Keep data, seq_len, "
@@ -505,7 +636,20 @@ def _process_rows(global_batch: int, process_index: int, process_count: int) -> 
     return slice(process_index * share, (process_index + 1) * share)
 
 
-def _read(dataset: Packed, ids: np.ndarray) -> Row:
+_dataset: Packed | Mixed  # of a worker process
+
+
+def _become_worker(dataset: Packed | Mixed) -> None:
+    global _dataset
+    _dataset = dataset
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the run ends its workers itself
+
+
+def _read_in_worker(ids: np.ndarray) -> Row:
+    return _read(_dataset, ids)
+
+
+def _read(dataset: Packed | Mixed, ids: np.ndarray) -> Row:
     """The examples stacked, `[ids, ...]`; id -1 is a row of zeros."""
     real = [dataset[int(i)] for i in ids if i >= 0]
     like = real[0] if real else dataset[0]

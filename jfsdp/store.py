@@ -36,6 +36,8 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
+from jfsdp.offload import fetched
+
 _CHUNK_BYTES = 4 << 20
 _IN_FLIGHT_BYTES = 256 << 20  # of copies that encoding and reading make, beside the arrays themselves
 _THREADS = 8
@@ -286,7 +288,10 @@ def to_devices(targets: Sequence[Target], read: Callable[[str, Slices], np.ndarr
                 if values.shape != shape:
                     values = np.pad(values, [(0, n - have) for n, have in zip(shape, values.shape)])
                 # device_put may take a NumPy array's memory as it is, so no two devices may be given the same one.
-                buffers += [jax.device_put(values if i == 0 else values.copy(), d) for i, d in enumerate(holders)]
+                kind = target.sharding.memory_kind
+                for i, device in enumerate(holders):
+                    there = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+                    buffers.append(jax.device_put(values.copy() if i else values, there))
                 del values
             finally:
                 budget.give(size)
@@ -305,7 +310,12 @@ def content_hashes(arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[i
     The devices do it, each for what it holds and without a collective, so a background thread may wait for it. The
     parts of all processes add up, modulo 2^32, to the hash.
     """
-    parts = {name: _hash_parts(x, x.sharding, tuple(shapes[name])) for name, x in arrays.items()}
+    parts = {}
+    for name, x in arrays.items():
+        on_device = fetched(x)
+        parts[name] = _hash_parts(on_device, on_device.sharding, tuple(shapes[name]))
+        if on_device is not x:  # offloaded: the device need not have room for more than one
+            parts[name].block_until_ready()
     owners = {name: {s.device for s in x.addressable_shards if s.replica_id == 0} for name, x in arrays.items()}
 
     def own(name: str) -> int:

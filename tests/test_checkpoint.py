@@ -32,7 +32,8 @@ from jfsdp.checkpoint import (
     save_consolidated,
 )
 from jfsdp.layout import UnitOptions, make_plan
-from jfsdp.precision import MixedPrecision
+from jfsdp.offload import OffloadPolicy
+from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.randomness import example_keys
 from jfsdp.stack import run_stack
 from jfsdp.step import TrainState, train_step
@@ -220,6 +221,41 @@ def test_buffers_keep_their_kind(tmp_path):
     assert np.array_equal(jax.random.key_data(stream), jax.random.key_data(buffers.pop("stream")))
     for name, value in buffers.items():
         assert back.buffers[name].dtype == value.dtype and np.array_equal(back.buffers[name], value)
+
+
+def test_average_is_saved_restored_and_exported_in_its_own_shapes(tmp_path):
+    """C-29: float32, uneven parameters, onto another mesh; C-20's scale goes along. A state without it is told so."""
+    plan, tx = make_plan_on("1x8"), optimizer()
+    state = TrainState.create(plan.place(make_params()), tx, plan, ema=True, loss_scale=LossScale())
+    step = train_step(loss, tx, plan, ema=0.9)
+    for i in range(2):
+        state, _ = step(state, make_batch(i))
+    want = values(state)
+    assert not np.array_equal(want["ema.uneven.u5"], want["params.uneven.u5"])
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(state)
+    other = make_plan_on("2x4")
+    back = restore(tmp_path / "run", TrainState.abstract(tx, other, ema=True, loss_scale=LossScale()))
+    assert same(values(back), want)
+    consolidate(tmp_path / "run", tmp_path / "out", part="ema")
+    exported = load_consolidated(tmp_path / "out", other)
+    assert np.array_equal(np.asarray(other.unpad(exported)["uneven"]["u5"]), want["ema.uneven.u5"])
+    with pytest.raises(ValueError, match=r"ema.uneven.u5 \[5, 6\] is only in the checkpoint") as error:
+        restore(tmp_path / "run", TrainState.abstract(tx, other))
+    assert "scale." in str(error.value)
+
+
+def test_offloaded_state_comes_back_into_host_memory(tmp_path, run):
+    params = make_params()
+    options = dict(units={"blocks": UnitOptions(stacked=True)}, offload_policy=OffloadPolicy(params=True, opt_state=True))
+    plan = make_plan(params, submesh("1x8"), **options)
+    wanted = TrainState.abstract(optimizer(), plan)
+    state = restore(run[0], wanted)
+    assert same(values(state), run[1])
+    assert {x.sharding.memory_kind for x in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {"pinned_host"}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+    assert same(values(restore(tmp_path, like("2x4"))), run[1])
 
 
 # On disk

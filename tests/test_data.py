@@ -4,6 +4,7 @@ Small sources written here; the only larger one is the built-in text. No JAX: th
 """
 
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -433,6 +434,84 @@ def test_c58_another_order_is_refused_with_both_numbers(change, saved, here):
 def test_position_that_counts_no_batches_is_refused(step, error):
     with pytest.raises(error, match="step is .* it counts the batches handed out. Use .*0 or more"):
         Batches(Numbers(8), global_batch=4).start_at(step)
+
+
+# Mixtures
+
+
+def mixed_batches(**options):
+    return Batches(data.mix([Numbers(7), Numbers(50)], [0.75, 0.25]), global_batch=8, **options)
+
+
+def test_mixture_has_exact_shares_and_goes_through_each_source_at_its_own_pace():
+    """Of every four examples in a row three are of the first source, which comes round and round, each example once."""
+    order = mixed_batches(seed=1).order
+    ids = np.concatenate([order.batch(step) for step in range(40)])
+    assert all((window < 7).sum() == 3 for window in ids.reshape(-1, 4))
+    first, second = ids[ids < 7], ids[ids >= 7] - 7
+    rounds = first[: len(first) // 7 * 7].reshape(-1, 7)
+    assert (np.sort(rounds) == np.arange(7)).all() and len({tuple(r) for r in rounds}) > 5
+    assert sorted(second[:50]) == list(range(50)) and second[:50].tolist() != list(range(50))
+    assert not np.array_equal(ids, np.concatenate([mixed_batches(seed=2).order.batch(step) for step in range(40)]))
+
+
+@pytest.mark.parametrize("stop", [1, 5, 13])
+def test_mixture_goes_on_where_it_stopped_on_any_number_of_processes(stop):
+    """C-56, C-63: the order is a function of seed and step."""
+    whole = mixed_batches(seed=3)
+    want = [next(whole)["id"].tolist() for _ in range(20)]
+    before = mixed_batches(seed=3)
+    head = [next(before)["id"].tolist() for _ in range(stop)]
+    parts = [mixed_batches(seed=3, process_index=p, process_count=2) for p in (0, 1)]
+    for part in parts:
+        part.restore(json.loads(json.dumps(before.state())))
+    tail = [next(parts[0])["id"].tolist() + next(parts[1])["id"].tolist() for _ in range(20 - stop)]
+    assert head + tail == want
+
+
+def test_mixture_of_other_sources_or_weights_is_refused():
+    state = mixed_batches().state()
+    other = Batches(data.mix([Numbers(7), Numbers(50)], [1, 1]), global_batch=8)
+    with pytest.raises(ValueError, match=r"saved with weights \[3, 1\]; this run has weights \[1, 1\]"):
+        other.restore(state)
+    with pytest.raises(ValueError, match="saved with sizes None, weights None; this run has"):
+        other.restore(Batches(Numbers(57), global_batch=8).state())
+    with pytest.raises(ValueError, match=r"weights of a mixture are \[1, 0\]. Give each source one of 0.001"):
+        data.mix([Numbers(7), Numbers(50)], [1, 0])
+    with pytest.raises(ValueError, match="come out only every .* examples. Use rounder ones"):
+        data.mix([Numbers(7), Numbers(50)], [0.997, 991.003])
+    with pytest.raises(ValueError, match="a mixture is shuffled and has no last batch"):
+        Batches(data.mix([Numbers(7)], [1]), global_batch=4, drop_last=True)
+
+
+def test_mixture_of_files_says_what_is_in_it(tmp_path):
+    parts = [packed(tmp_path, np.arange(60) % 10, 4), packed(tmp_path, np.arange(90) % 10, 4)]
+    mixture = data.mix(parts, [1, 3])
+    assert len(mixture) == 15 + 23 and np.array_equal(mixture[15]["tokens"], parts[1][0]["tokens"])
+    assert str(mixture).startswith("0.25 of ") and "; 0.75 of " in str(mixture)
+    with pytest.raises(IndexError, match="has 38 examples"):
+        mixture[38]
+
+
+# Worker processes
+
+
+def test_worker_processes_change_nothing(tmp_path):
+    """The same batches in the same order, also after a jump; what is mapped is mapped again, not copied."""
+    np.save(tmp_path / "ids.npy", np.arange(900) % 10)
+    rows = load(tmp_path / "ids.npy", seq_len=4, vocab_size=10, held_out=0)[0]
+    assert isinstance(pickle.loads(pickle.dumps(rows)).stream, np.memmap) and len(pickle.dumps(rows)) < 2000
+    alone, helped = Batches(rows, global_batch=8, seed=1), Batches(rows, global_batch=8, seed=1, workers=2)
+    try:
+        for start in (0, 17):
+            alone.start_at(start)
+            helped.start_at(start)
+            for _ in range(3):
+                want, got = next(alone), next(helped)
+                assert all(np.array_equal(want[name], got[name]) for name in want)
+            assert helped.state() == alone.state()
+    finally:
+        helped.close()
 
 
 # Batches

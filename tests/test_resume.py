@@ -236,6 +236,8 @@ def test_automatic_resume_falls_back_to_the_last_good_one(plain, caplog):
         ("--save-every 0", "save_every is 0; use 1 or more"),
         ("--save-minutes 0", "save_minutes is 0.0; use minutes above 0"),
         ("--keep 0", "keep is 0; use 1 or more"),
+        ("--mix text.txt", "mix 'text.txt' is no PATH=WEIGHT. Write for example code/=0.5"),
+        ("--workers -1", "workers is -1: it counts processes that read. Use 0 or more"),
         ("--seed 1 --resume FULL_SHARD-fp32", "saved with seed 0; this run has seed 1"),
         (
             "--model ./other.json --resume FULL_SHARD-fp32",
@@ -252,6 +254,19 @@ def test_what_cannot_go_on_is_refused(plain, capsys, monkeypatch, more, message)
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(message, said), said
     assert not list(Path("FULL_SHARD-fp32").glob("*.damaged"))
+
+
+def test_mixture_of_sources_read_by_workers_goes_on(here, monkeypatch):
+    """C-56 for several sources: the log of the run in one go, without workers."""
+    (here / "more.txt").write_text("All work and no play makes Jack a dull boy.\n" * 100)
+    options = ["--mesh", "1x8", "--steps", "10", "--mix", "more.txt=0.5"]
+    assert run(*options, "--metrics", "mixed.jsonl") == 0
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, kill_self(signal.SIGTERM))
+        assert run(*options, "--checkpoint", "mixed", "--metrics", "workers.jsonl", "--workers", "1") == 143
+    assert run(*options, "--checkpoint", "mixed", "--metrics", "workers.jsonl") == 0
+    assert log("workers.jsonl") == log("mixed.jsonl") != log("FULL_SHARD-fp32.jsonl")
+    assert open_checkpoint("mixed").metadata.data["weights"] == [2, 1]
 
 
 # Time
