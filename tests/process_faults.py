@@ -1,11 +1,13 @@
 """train.py with a fault: process PROCESS fails or gets a signal when it reads batch BATCH, from 0, and notes the time.
 
-`python -m jfsdp.launch --nproc 2 -m tests.process_faults PROCESS BATCH kill|raise|stop OPTIONS`
+`python -m jfsdp.launch --nproc 2 -m tests.process_faults PROCESS BATCH kill|later|raise|stop OPTIONS`
 """
 
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +23,8 @@ if __name__ == "__main__":
             Path(options[3]).with_name("fault").write_text(str(time.time()))
             if how == "raise":
                 raise ValueError("the disk is gone")
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGTERM}[how])
+            end = lambda: os.kill(os.getpid(), signal.SIGTERM if how == "stop" else signal.SIGKILL)
+            threading.Timer(random.random() if how == "later" else 0, end).start()
         return read(batches)
 
     data.Batches.__next__ = read_or_fail

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import random
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 import train
 from jfsdp import cli, processes
+from jfsdp.checkpoint import Checkpoints, open_checkpoint
 from jfsdp.processes import Group, detect, local_devices
 from tests import process_scenarios
 
@@ -363,6 +365,7 @@ def test_one_process_that_is_killed_ends_all_and_the_run_goes_on(options, tmp_pa
     assert resumed == pytest.approx({step: whole[step] for step in resumed}, rel=1e-6)  # gloo adds in another order
 
 
+@pytest.mark.slow  # like a process that is killed, and like test_one_line_per_event, up to which process it is
 def test_one_process_whose_data_fails_ends_all(options, tmp_path):
     """C-68, an exception in the data loader of process 0 only."""
     done = launch(2, "-m", "tests.process_faults", "0", "3", "raise", *options)
@@ -378,6 +381,43 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(options, tmp_path
     steps = len((tmp_path / "m.jsonl").read_text().splitlines())
     assert done.returncode == 143 and 3 <= steps <= 5 and f"{steps} of 9" in done.stdout
     assert "Over all processes" in done.stdout and "error" not in done.stderr and "jfsdp.launch" not in done.stderr
+
+
+@pytest.mark.slow
+def test_kills_of_one_process_or_the_other_change_nothing(options, tmp_path, monkeypatch):
+    """A run of two, one of which is killed at a random moment five times, ends as the run that nobody disturbed."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    options[options.index("--steps") + 1] = "60"
+    calm = ["--checkpoint", str(tmp_path / "calm"), "--save-every", "3", "--metrics", str(tmp_path / "calm.jsonl")]
+    killed = [word.replace("calm", "killed") for word in calm]
+    assert launch(2, "train.py", *options, *calm).returncode == 0
+    rng, done = random.Random(0), 0
+    for _ in range(5):
+        at = str(done + rng.randint(2, 9))
+        ended = launch(2, "-m", "tests.process_faults", str(rng.randint(0, 1)), at, "later", *options, *killed)
+        assert ended.returncode == 137, ended.stderr
+        done = max(Checkpoints(tmp_path / "killed").steps(), default=0)
+    assert 0 < done < 60
+    assert launch(2, "train.py", *options, *killed).returncode == 0
+    assert steps_of(tmp_path / "killed.jsonl") == steps_of(tmp_path / "calm.jsonl")
+    ends = [open_checkpoint(tmp_path / name).metadata.leaves for name in ("calm", "killed")]
+    assert ends[0] == ends[1] and all(leaf.hash for leaf in ends[0].values())  # of all that is in the state
+
+
+@pytest.mark.slow
+def test_consolidated_save_does_not_multiply_host_memory(tmp_path):
+    """C-37: 256 MiB by two processes. Only the one that writes grows by more than 64 MiB, by less than 1.5 models.
+
+    It keeps up to 256 MiB of chunks, however large the model is.
+    """
+    done = launch(2, "-m", "tests.process_memory", str(tmp_path), timeout=500)
+    assert done.returncode == 0, done.stderr
+    grown = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
+    assert grown[1] < 64 << 20
+    assert grown[0] < 384 << 20
+    files = list((tmp_path / "model").glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in files) >= 256 << 20
 
 
 @pytest.mark.slow
