@@ -2,7 +2,7 @@
 
 Owns how adapters get into any Flax NNX model, which parameters are then trained, and how they are merged or written
 as a PEFT adapter. A frozen base is sharded and gathered like everything else, but never reduced, and has no optimizer
-state: `init_sharded(lambda: add_lora(make_model(), ...), mesh=mesh, trainable=LoraParam)`.
+state: `init_sharded(lambda: add_lora(make_model(), ...), mesh=mesh, trainable=nnx.LoRAParam)`.
 """
 
 from __future__ import annotations
@@ -64,10 +64,6 @@ def parse_lora(text: str) -> LoraOptions:
     return LoraOptions(**{"alpha": 2.0 * options["rank"], **options})
 
 
-class LoraParam(nnx.Param):
-    """A parameter of an adapter: what is trained, `trainable=LoraParam`."""
-
-
 class Adapted(nnx.Module):
     """A linear layer with its adapter: `base(x) + x @ lora_a @ lora_b * scale`.
 
@@ -81,8 +77,8 @@ class Adapted(nnx.Module):
         d_in, d_out = base.kernel.shape[-2:]
         # As PEFT starts them: uniform within the root of 1 / d_in, and zeros, so that nothing changes at first.
         bound, shape = d_in**-0.5, (*stack, d_in, options.rank)
-        self.lora_a = LoraParam(jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound))
-        self.lora_b = LoraParam(jnp.zeros((*stack, options.rank, d_out), jnp.float32))
+        self.lora_a = nnx.LoRAParam(jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound))
+        self.lora_b = nnx.LoRAParam(jnp.zeros((*stack, options.rank, d_out), jnp.float32))
 
     def __call__(self, x: Array) -> Array:
         a, b = self.lora_a[...], self.lora_b[...]

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jfsdp.huggingface import load_pretrained, save_adapter, save_pretrained
-from jfsdp.lora import LoraOptions, LoraParam, add_lora, parse_lora
+from jfsdp.lora import LoraOptions, add_lora, parse_lora
 from jfsdp.safetensors import read_safetensors
 from jfsdp.stack import Stack
 from jfsdp.step import TrainState, train_step
@@ -53,7 +53,7 @@ def randomized(plan, params):
 def opened(name, folder, mesh="1x8"):
     family, config = FAMILIES[name]
     make = lambda: adapted(family, config, LoraOptions(rank=3, alpha=6.0, targets=TARGETS[name]))  # noqa: E731
-    plan = plan_module(make, mesh=submesh(mesh), trainable=LoraParam)
+    plan = plan_module(make, mesh=submesh(mesh), trainable=nnx.LoRAParam)
     start = lambda: nnx.to_pure_dict(nnx.state(make(), nnx.Param))  # noqa: E731
     return plan, load_pretrained(folder, plan, family, start=start)
 
@@ -106,10 +106,10 @@ def test_training_equals_one_device_and_touches_adapters_alone(folder):
         state, metrics = step(state, batch())
 
     model = nnx.eval_shape(lambda: adapted(family, config, LoraOptions(rank=3, alpha=6.0, targets=TARGETS["llama"])))
-    graph, adapters, rest = nnx.split(model, LoraParam, ...)
+    graph, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
     whole = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(whole, logical)
-    _, adapters, rest = nnx.split(nnx.merge(nnx.graphdef(model), whole), LoraParam, ...)
+    _, adapters, rest = nnx.split(nnx.merge(nnx.graphdef(model), whole), nnx.LoRAParam, ...)
 
     @jax.jit
     def one_step(adapters, opt_state):
@@ -194,8 +194,8 @@ def test_any_nnx_model_takes_adapters_and_a_base_in_bf16():
     assert model.blocks.each.up.lora_a.shape == (3, 8, 8) and model.out.lora_b.shape == (8, 5)
     half = add_lora(Model(nnx.Rngs(0)), LoraOptions(targets=("all",)), rngs=nnx.Rngs(1), base_dtype=jnp.bfloat16)
     dtypes = {type(v): v.dtype for _, v in nnx.to_flat_state(nnx.state(half))}
-    assert dtypes == {nnx.Param: jnp.bfloat16, LoraParam: jnp.float32}
-    assert len(nnx.to_flat_state(nnx.state(half, LoraParam))) == 6
+    assert dtypes == {nnx.Param: jnp.bfloat16, nnx.LoRAParam: jnp.float32}
+    assert len(nnx.to_flat_state(nnx.state(half, nnx.LoRAParam))) == 6
 
 
 @pytest.mark.parametrize("text, want", [
