@@ -14,9 +14,11 @@ What `jax.checkpoint` does inside the unit decides how many activations there ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax import Array
 from jax.interpreters import partial_eval as pe
@@ -116,9 +118,14 @@ def hoist(fn: Callable, *args) -> tuple[Callable, Arrays]:
     A `custom_vjp` must not close over values that are being differentiated; afterwards they are arguments.
     """
     tree: list = []
+    outside = level()
 
     def flat_fn(*args):
-        leaves, structure = jax.tree.flatten(fn(*args))
+        token = _OUTSIDE.set((jax.extend.core.get_opaque_trace_state(), outside))
+        try:
+            leaves, structure = jax.tree.flatten(fn(*args))
+        finally:
+            _OUTSIDE.reset(token)
         tree.append(structure)
         return leaves
 
@@ -128,6 +135,16 @@ def hoist(fn: Callable, *args) -> tuple[Callable, Arrays]:
         return jax.tree.unflatten(tree[-1], jax.core.eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves(args)))
 
     return hoisted, list(traced.consts)
+
+
+_OUTSIDE: ContextVar[tuple] = ContextVar("outside", default=(None, None))
+
+
+def level():
+    """Where JAX is tracing: differs inside a loop or a checkpoint, and not inside `hoist`, which runs its function
+    once."""
+    here, (inside, outside) = jax.extend.core.get_opaque_trace_state(), _OUTSIDE.get()
+    return outside if here == inside else here
 
 
 def _reads(jaxpr, output: int) -> list[bool]:

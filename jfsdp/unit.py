@@ -39,7 +39,7 @@ from jax.custom_derivatives import SymbolicZero
 from jfsdp import collectives, order
 from jfsdp.layout import ParamLayout
 from jfsdp.order import Order, Turn
-from jfsdp.residuals import Arrays, Split, hoist, is_floating, spread
+from jfsdp.residuals import Arrays, Split, hoist, is_floating, level, spread
 
 Maybe = Sequence[Array | None]
 
@@ -76,7 +76,8 @@ class Unavailable:
 class Once:
     """Whether, in one tracing of a loss, a use has taken what is held. Compared by identity."""
 
-    taken = False
+    def __init__(self):
+        self.taken, self.level = False, level()
 
 
 @partial(
@@ -109,12 +110,12 @@ class Sharded(Unavailable):
     def take_held(self) -> Array | None:
         """What is held, for the one use that adds it to its own gradient.
 
-        Raises: NotImplementedError the second time, because it would be added twice.
+        Raises: NotImplementedError the second time, and in a loop, because it would be added twice.
         """
-        if self.held is not None and self.once.taken:
+        if self.held is not None and (self.once.taken or self.once.level != level()):
             raise NotImplementedError(
-                f"{self.layout.path} goes through a stack more than once in a step that accumulates micro-batches. "
-                "Use accumulate=1 with a larger batch, or give each pass its own layers."
+                f"{self.layout.path} goes through a stack more than once, or inside a loop or jax.checkpoint, in a step "
+                "that accumulates micro-batches. Use accumulate=1 with a larger batch, or give each pass its own layers."
             )
         self.once.taken = True
         return self.held

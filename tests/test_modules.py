@@ -592,3 +592,40 @@ class TestSmallCases:
         fully_shard(model.blocks, reshard_after_forward=False)
         plan = plan_of(fully_shard(model, mesh=submesh("1x8")))
         assert plan.units["blocks.each"] == UnitOptions(stacked=True, reshard_after_forward=False)
+
+
+class TestAccumulation:
+    class Looped(nnx.Module):
+        """A stack inside a unit, or the same in the caller's own loop."""
+
+        def __init__(self, trips):
+            self.inner, self.trips = Stack(Block, 2, rngs=nnx.Rngs(0)), trips
+
+        def __call__(self, x):
+            if self.trips == 1:
+                return self.inner(x)
+            graph, state = nnx.split(self.inner)
+            return jax.lax.scan(lambda x, _: (nnx.merge(graph, state)(x), None), x, length=self.trips)[0]
+
+    class Outer(nnx.Module):
+        def __init__(self, trips):
+            self.looped, self.out = TestAccumulation.Looped(trips), linear(WIDTH, 13, nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.out(self.looped(x))
+
+    @pytest.mark.parametrize("trips", [1, 2])
+    def test_a_stack_inside_a_unit_or_a_loop_equals_one_device(self, trips):
+        want, _ = train_alone(self.Outer(trips), batch_of(), optax.sgd(0.1), 3)
+        model = self.Outer(trips)
+        fully_shard(model.looped)
+        state, _ = train(fully_shard(model, mesh=submesh("1x8")), batch_of(), optax.sgd(0.1), 3)
+        assert_close(state.logical_params(), want, 1e-12)
+
+    def test_with_micro_batches_the_unit_adds_up_and_the_loop_is_refused(self):
+        want, _ = train_alone(self.Outer(1), batch_of(), optax.sgd(0.1), 3)
+        models = [fully_shard(self.Outer(trips), mesh=submesh("1x8")) for trips in (1, 2)]
+        state, _ = train(models[0], batch_of(), optax.sgd(0.1), 3, accumulate=2)
+        assert_close(state.logical_params(), want, 1e-12)
+        with pytest.raises(NotImplementedError, match="inside a loop or jax.checkpoint.*accumulate=1"):
+            train(models[1], batch_of(), optax.sgd(0.1), 1, accumulate=2)

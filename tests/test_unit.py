@@ -276,7 +276,7 @@ def test_a_stack_used_twice_under_accumulation_is_refused():
     )
     tx, batch = optax.sgd(1.0), np.ones((16, 8), np.float32)
     with pytest.raises(
-        NotImplementedError, match="inner goes through a stack more than once .* Use accumulate=1"
+        NotImplementedError, match="inner goes through a stack more than once.* Use accumulate=1"
     ):
         train_step(loss, tx, plan, accumulate=2).lower(TrainState.abstract(tx, plan), batch)
     train_step(loss, tx, plan, accumulate=1).lower(TrainState.abstract(tx, plan), batch)
