@@ -99,6 +99,8 @@ class Module:
         self.name = re.match(r"HloModule ([\w.\-]+)", header)[1]
         self.is_scheduled = "is_scheduled=true" in header
         self.computations: dict[str, dict[str, Instruction]] = {}
+        self.roots: dict[str, str] = {}
+        """The instruction whose value a computation gives."""
         for line in lines:
             if line.endswith("{") and " -> " in line and line[0] != " ":
                 name = re.match(r"(?:ENTRY )?%?([\w.\-]+) ", line)[1]
@@ -107,6 +109,8 @@ class Module:
                     self.entry = name
             elif found := _INSTRUCTION.match(line):
                 current[found[1]] = Instruction(*found.groups())
+                if line.lstrip().startswith("ROOT "):
+                    self.roots[name] = found[1]
 
     def collectives_of(self, i: Instruction, computation: str) -> Iterator[tuple[Instruction, list[Array]]]:
         """The collective that an instruction is, or those that it wraps, each with what it takes."""
