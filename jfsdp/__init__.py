@@ -2,6 +2,7 @@
 
 from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
 from jfsdp.mesh import make_mesh, simulate_devices
+from jfsdp.offload import CPUOffloadPolicy, OffloadActivations, OffloadPolicy
 from jfsdp.optim import label_params
 from jfsdp.order import Prefetch
 from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -17,12 +18,15 @@ from jfsdp.wrap import fully_shard, init_sharded, plan_module, plan_of, register
 
 __all__ = [
     "Auxiliary",
+    "CPUOffloadPolicy",
     "CustomPolicy",
     "Embed",
     "Head",
     "LossScale",
     "MixedPrecision",
     "ModuleWrapPolicy",
+    "OffloadActivations",
+    "OffloadPolicy",
     "ParamLayout",
     "Plan",
     "Prefetch",

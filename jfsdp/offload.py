@@ -18,10 +18,13 @@ The verdict is kept in `~/.cache/jfsdp/offload.json`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 Space = jax.memory.Space
 
@@ -53,6 +56,39 @@ class OffloadPolicy:
 
     def __bool__(self) -> bool:
         return self.params or self.gradients or self.opt_state
+
+
+BLOCK_INPUT = "block_input"
+"""The name that a block's input has for `OffloadActivations`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadActivations:
+    """Activation checkpointing that keeps what it saves on the host: given as `remat` to a `Stack` or a unit."""
+
+    names: tuple[str, ...] = (BLOCK_INPUT,)
+    """What waits on the host for the backward pass: names of `jax.ad_checkpoint.checkpoint_name`, `BLOCK_INPUT`."""
+    saved: tuple[str, ...] = ()
+    """Names of what waits on the device. All else is computed again."""
+
+    def applied_to(self, block: Callable) -> Callable:
+        """`block(weights, x, ...)` with its activations saved so."""
+        policies = jax.checkpoint_policies
+        if _suspended.get():
+            policy = policies.save_only_these_names(*self.saved, *self.names)
+        else:
+            _seen.get().append(self)
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=self.saved,
+                names_which_can_be_offloaded=self.names,
+                offload_src="device",
+                offload_dst=HOST,
+            )
+
+        def named(weights, x, *others):
+            return block(weights, jax.tree.map(lambda a: checkpoint_name(a, BLOCK_INPUT), x), *others)
+
+        return jax.checkpoint(named, policy=policy, prevent_cse=False)
 
 
 def CPUOffloadPolicy() -> OffloadPolicy:  # noqa: N802 - PyTorch's spelling
@@ -92,6 +128,30 @@ def computed_on_host(fn: Callable) -> Callable:
     # JAX 0.10 calls it `compute_on2`, beside an older `compute_on` that takes other arguments.
     on = getattr(compute_on, "compute_on2", compute_on.compute_on)
     return lambda *args: on(fn, compute_type="device_host", out_memory_spaces=Space.Host)(*to_host(args))
+
+
+_suspended: ContextVar[bool] = ContextVar("suspended", default=False)
+_seen: ContextVar[list] = ContextVar("seen", default=[])  # noqa: B039 - what is added outside `seen()` is never read
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Activations stay on the device in what is traced here."""
+    token = _suspended.set(True)
+    try:
+        yield
+    finally:
+        _suspended.reset(token)
+
+
+@contextmanager
+def seen() -> Iterator[list[OffloadActivations]]:
+    """Collects what is asked to offload activations in what is traced here."""
+    token = _seen.set([])
+    try:
+        yield _seen.get()
+    finally:
+        _seen.reset(token)
 
 
 def _on_host(a) -> bool:

@@ -32,6 +32,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jfsdp import collectives
+from jfsdp.offload import OffloadActivations
 from jfsdp.residuals import Arrays, Split, hoist, is_floating, spread
 from jfsdp.schedule import Index, Reducer, Schedule, Waiting, at
 from jfsdp.unit import Sharded, fill_integers, is_sharded, stand_ins
@@ -55,14 +56,16 @@ def run_stack(block: Callable, params, x, *shared, inputs=None, remat="full", sc
     return lax.scan(lambda x, layer: block(layer[0], x, layer[1], *shared), x, (params, inputs), unroll=schedule.unroll)
 
 
-def checkpointed(block: Callable, remat: str | Sequence[str]) -> Callable:
+def checkpointed(block: Callable, remat: str | Sequence[str] | OffloadActivations) -> Callable:
     """Apply activation checkpointing to one block.
 
     remat: "none" saves every activation, "full" the block's input only, "dots" also the matmuls' outputs; a sequence
-    saves what `jax.ad_checkpoint.checkpoint_name` gave those names.
+    saves what `jax.ad_checkpoint.checkpoint_name` gave those names; `OffloadActivations` keeps some of it on the host.
     Raises: ValueError for an unknown word.
     """
     policies = jax.checkpoint_policies
+    if isinstance(remat, OffloadActivations):
+        return remat.applied_to(block)
     if not isinstance(remat, str):
         return jax.checkpoint(block, policy=policies.save_only_these_names(*remat), prevent_cse=False)
     known = {"none": None, "full": policies.nothing_saveable, "dots": policies.dots_saveable}

@@ -17,6 +17,7 @@ runs the all-reduce over replicas. The program holds two backward loops, however
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from jax import Array
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
-from jfsdp import collectives, offload, randomness
+from jfsdp import collectives, offload, offload_check, randomness
 from jfsdp import ema as averages
 from jfsdp.gpu import compiler_options
 from jfsdp.layout import Door, ParamLayout, Plan, UnitOptions, path_name
@@ -188,7 +189,8 @@ class TrainStep:
         self.accumulate, self.no_sync = accumulate, no_sync
         self.clip_norm, self.norm_type, self.nonfinite = clip_norm, norm_type, nonfinite
         self.clip_value, self.ema = clip_value, ema
-        self._donate, self._options = donate, options
+        self._donate, self.options = donate, options
+        self._is_checked = False
         self._made = lambda: None  # weak reference to the last state that this step returned
 
     def __call__(self, state: TrainState, batch) -> tuple[TrainState, dict[str, Array]]:
@@ -203,6 +205,8 @@ class TrainStep:
         self._check_plan(state)
         if self._donate and self._made() is not state:
             check_separate_buffers(state)
+        if not self._is_checked:
+            self._check_offload(state, batch)
         state, metrics = self.jitted(state, batch)
         self._made = weakref.ref(state)
         if self.nonfinite == "raise" and bool(jnp.any(metrics["bad"])):
@@ -224,7 +228,7 @@ class TrainStep:
             donate_argnums=(0,) if self._donate else (),
             in_shardings=(None, self.plan.batch_sharding),
             out_shardings=(self._state_shardings(), None),
-            compiler_options=self._options or None,
+            compiler_options=self.options or None,
         )
 
     def gradients(self, state: TrainState, batch):
@@ -242,8 +246,25 @@ class TrainStep:
             lambda state, batch: self._gradients(state, batch)[0],
             in_shardings=(None, self.plan.batch_sharding),
             out_shardings=self.plan.only_trainable(self.plan.shard_shardings),
-            compiler_options=self._options or None,
+            compiler_options=self.options or None,
         )
+
+    def with_plan(self, plan: Plan) -> TrainStep:
+        """The same step for another plan of the same parameters; it donates nothing."""
+        new = copy.copy(self)
+        for made in ("jitted", "_jitted_gradients"):
+            new.__dict__.pop(made, None)
+        new.plan, new.optimizer, new._donate, new._is_checked = plan, Optimizer(self.optimizer.tx, plan), False, True
+        new.trained = jax.tree.leaves(plan.trainable)
+        return new
+
+    def _check_offload(self, state: TrainState, batch) -> None:
+        """Before the first step, see Note [The check at the start] in `offload.py`. JAX keeps what is traced here."""
+        with offload.seen() as activations:
+            self.jitted.trace(state, batch)
+        if self.plan.offload or activations:
+            offload_check.check(self, state, batch, tuple(activations))
+        self._is_checked = True
 
     def check_batch(self, batch) -> None:
         rows = {a.shape[0] if a.shape else None for a in jax.tree.leaves(batch)}

@@ -1,5 +1,6 @@
 """Offload: what lies in host memory, and that it changes no result."""
 
+import json
 from functools import cache
 
 import jax
@@ -7,12 +8,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
-from jfsdp.layout import make_plan
-from jfsdp.offload import HOST, CPUOffloadPolicy, OffloadPolicy
+from jfsdp import gpu, offload, offload_check
+from jfsdp.layout import UnitOptions, make_plan
+from jfsdp.offload import BLOCK_INPUT, HOST, CPUOffloadPolicy, OffloadActivations, OffloadPolicy
+from jfsdp.stack import run_stack
 from jfsdp.step import TrainState, eval_step, train_step
-from tests.support import HYBRID, PLAIN, UNITS, assert_close, bitwise_equal, submesh, toy_batch, toy_loss, toy_params
+from tests.support import (
+    HYBRID,
+    PLAIN,
+    UNITS,
+    assert_close,
+    bitwise_equal,
+    shape,
+    submesh,
+    toy_batch,
+    toy_loss,
+    toy_params,
+    train_alone,
+    train_sharded,
+)
 
 POLICIES = {
     "params": OffloadPolicy(params=True),
@@ -23,6 +40,19 @@ POLICIES = {
 MESHES = [*(("1x8", s) for s in PLAIN), *(("2x4", s) for s in HYBRID)]
 CASES = [(*where, policy) for where in MESHES for policy in POLICIES]
 QUICK = [("1x8", "FULL_SHARD", "all"), ("2x4", "HYBRID_SHARD", "host")]
+
+
+@pytest.fixture(autouse=True)
+def verdicts(monkeypatch, tmp_path):
+    """Verdicts of the check in a folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "jfsdp" / "offload.json"
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Tests that compare results themselves need no check, which compiles twice."""
+    monkeypatch.setattr(offload_check, "check", lambda *args: None)
 
 
 def kinds(tree) -> set[str]:
@@ -45,7 +75,7 @@ reference = cache(train)
 @pytest.mark.parametrize(
     ("mesh", "strategy", "policy"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-def test_it_lies_where_the_policy_says_and_trains_the_same(mesh, strategy, policy):
+def test_it_lies_where_the_policy_says_and_trains_the_same(mesh, strategy, policy, unchecked):
     asked = POLICIES[policy]
     state, metrics = train(mesh, strategy, asked, clip_norm=1.0)
     want, want_metrics = reference(mesh, strategy, clip_norm=1.0)
@@ -102,3 +132,132 @@ def test_a_step_on_the_host_needs_everything_there():
         OffloadPolicy(params=True, step_on="host")
     with pytest.raises(ValueError, match=r"'gpu'. Use device or host"):
         OffloadPolicy(step_on="gpu")
+
+
+# ------------------------------------------------------------------------------------------ activations
+
+ROWS, WIDTH, LAYERS = 8192, 1024, 8
+
+
+def ahead(mesh, remat: str):
+    """For `gpu.compile_ahead`: a stack of matrices with much activation and little weight."""
+
+    def block(w, x, _):
+        return x + checkpoint_name(jnp.tanh(x @ w["up"]), "inner") @ w["down"], None
+
+    def loss(params, batch, key):
+        x, _ = run_stack(block, params["blocks"], batch["x"], remat=REMATS[remat])
+        return jnp.mean(x**2)
+
+    params = {"blocks": {"up": shape(LAYERS, WIDTH, WIDTH), "down": shape(LAYERS, WIDTH, WIDTH)}}
+    plan = make_plan(params, mesh, units={"blocks": UnitOptions(stacked=True)})
+    tx = optax.sgd(0.1)
+    step = train_step(loss, tx, plan)
+    devices = plan.placement.shards * plan.placement.replicas
+    batch = {"x": jax.ShapeDtypeStruct((ROWS * devices, WIDTH), jnp.float32, sharding=plan.batch_sharding)}
+    return step.jitted, (TrainState.abstract(tx, plan), batch)
+
+
+REMATS = {
+    "full": "full",
+    "named": ("inner",),
+    "input on host": OffloadActivations(),
+    "named on host": OffloadActivations(names=("inner",)),
+    "both on host": OffloadActivations(names=("inner", BLOCK_INPUT)),
+}
+
+
+@pytest.mark.parametrize(
+    ("remat", "strategy"),
+    [
+        ("input on host", "FULL_SHARD"),
+        pytest.param("named on host", "FULL_SHARD", marks=pytest.mark.slow),
+        pytest.param("both on host", "SHARD_GRAD_OP", marks=pytest.mark.slow),
+    ],
+)
+def test_activations_on_the_host_train_the_same(remat, strategy, unchecked):
+    def block(w, x, _):
+        return x + checkpoint_name(jnp.tanh(x @ w["up"]), "inner") @ w["down"], None
+
+    def loss(params, batch, key):
+        return jnp.mean(run_stack(block, params["blocks"], batch["x"], remat=REMATS[remat])[0] ** 2)
+
+    params = {"blocks": {name: toy_params(layers=4, dtype=jnp.float32)["blocks"][name] for name in ("up", "down")}}
+    batch, tx = {"x": toy_batch(dtype=np.float32)["x"]}, optax.adamw(1e-2)
+    want = train_alone(lambda p, b, k: (loss(p, b, k), 1.0), params, batch, tx, 3)
+    units = {"blocks": UnitOptions(stacked=True)}
+    metrics, state, step = train_sharded(loss, params, batch, tx, 3, "1x8", strategy, units)
+    assert float(metrics["loss"]) == pytest.approx(float(want[0]), rel=1e-6)
+    assert_close(state.logical_params(), want[1], 1e-5)
+
+    jaxpr = jax.make_jaxpr(step._step)(state, batch)
+    on_host = {
+        v.aval.shape for e in equations(jaxpr) for v in e.outvars if is_on_host(v) and e.primitive.name == "scan"
+    }
+    inner, inputs = (3, 2, 24), (3, 2, 16)  # all layers but the last, which is not in the loop; a device's 2 rows
+    assert on_host == {"input on host": {inputs}, "named on host": {inner}, "both on host": {inputs, inner}}[remat]
+
+
+def is_on_host(var) -> bool:
+    return getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+# ------------------------------------------------------------------------------------------ the check at the start
+
+
+def first_step(policy=OffloadPolicy(), remat="full"):
+    params, batch, tx = toy_params(layers=4, dtype=jnp.float32), toy_batch(dtype=np.float32), optax.adamw(1e-2)
+    plan = make_plan(params, submesh("1x8"), units=UNITS, offload_policy=policy)
+    state = TrainState.create(plan.place(params), tx, plan)
+    return train_step(toy_loss(remat=remat), tx, plan)(state, batch)
+
+
+def test_the_first_step_checks_once_and_keeps_the_verdict(verdicts, monkeypatch):
+    first_step(OffloadPolicy(params=True))
+    ((name, verdict),) = json.loads(verdicts.read_text()).items()
+    assert verdict == ""
+    assert jax.__version__ in name and "params=True" in name and "cpu" in name
+    monkeypatch.setattr(offload_check, "_difference", lambda *args: pytest.fail("checked again"))
+    first_step(OffloadPolicy(params=True))
+
+
+def test_without_offload_nothing_is_checked(verdicts, monkeypatch):
+    monkeypatch.setattr(offload_check, "_difference", lambda *args: pytest.fail("checked"))
+    first_step()
+    assert not verdicts.exists()
+
+
+def test_a_difference_is_refused_now_and_from_the_verdict(verdicts, monkeypatch):
+    move = offload.to_device
+
+    def wrong_layer(tree):
+        """As in openxla/xla#46231, something else than asked for comes back from the host."""
+        return jax.tree.map(lambda a: jnp.roll(move(a), 1, -1) if a.ndim and offload._on_host(a) else move(a), tree)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, "to_device", wrong_layer)
+        with pytest.raises(
+            RuntimeError, match=r"offload gives wrong results here: the loss.*use another version of JAX"
+        ):
+            first_step(OffloadPolicy(params=True))
+    with pytest.raises(RuntimeError, match=r"wrong results here"):  # the verdict is kept
+        first_step(OffloadPolicy(params=True))
+
+
+@pytest.mark.slow
+def test_offloaded_activations_are_checked_too(verdicts, monkeypatch):
+    first_step(remat=OffloadActivations())
+    ((name, verdict),) = json.loads(verdicts.read_text()).items()
+    assert verdict == "" and "OffloadActivations" in name
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(gpu.missing_tools() is not None, reason=f"needs {gpu.missing_tools()}")
+def test_activations_on_the_host_leave_the_gpu_in_the_gpu_program():
+    """Bytes of a device in a program compiled ahead of time: what it saves for the backward pass is gone."""
+    full, on_host = (
+        gpu.compile_ahead("tests.test_offload:ahead", {"remat": remat}, gpu="h100", mesh="1x8")
+        for remat in ("full", "input on host")
+    )
+    inputs = LAYERS * ROWS * WIDTH * 4
+    assert full.memory.temp - on_host.memory.temp == pytest.approx(inputs, rel=1e-3)
