@@ -17,6 +17,7 @@ parameters inside the step meets a `Sharded`, which explains itself.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, wraps
@@ -38,6 +39,9 @@ from jfsdp.stack import Stack, checkpointed
 from jfsdp.strategy import ShardingStrategy
 from jfsdp.unit import Unavailable, call_uncast, is_sharded, unshard
 from jfsdp.vocab import Embed, Head
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ def fully_shard(
     prefetch: Prefetch = Prefetch(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     remat: str | tuple[str, ...] = "none",
+    gradient_divide_factor: float | None = None,
+    gradient_hook: Callable[[str, jax.Array], jax.Array] | None = None,
 ) -> nnx.Module:
     """Make a module a unit, in place: its parameters are sharded, its call gathers, computes and frees. Gives it back.
 
@@ -85,6 +91,7 @@ def fully_shard(
     prefetch: for the whole model: how far units that are called one by one are gathered ahead.
     offload_policy: for the whole model: what a `TrainState` of it keeps in the host's memory, see `offload.py`.
     remat: activation checkpointing of the unit's call, see `stack.checkpointed`; adds no gather.
+    gradient_divide_factor, gradient_hook: for the gradients of this unit alone, see `UnitOptions`.
     Raises: TypeError for what is no NNX module, ValueError for options that do not fit the mesh.
     """
     if not isinstance(module, nnx.Module):
@@ -98,6 +105,8 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         cut_dim=shard_placement_fn,
         remat=remat,
+        gradient_divide_factor=gradient_divide_factor,
+        gradient_hook=gradient_hook,
     )
     if auto_wrap_policy is not None:
         nodes = {_name(path): node for path, node in nnx.iter_modules(module)}
@@ -161,6 +170,13 @@ def plan_of(module: nnx.Module, make_model: Callable[[], nnx.Module] | None = No
     if mark.ignored is not None:
         units |= {name: UnitOptions(strategy="NO_SHARD") for name in variables if mark.ignored(name)}
     is_trained = nnx.filterlib.to_predicate(mark.trainable)
+    if len(units) == 1:
+        total = sum(v.get_value().size * v.get_value().dtype.itemsize for v in variables.values())
+        _log.warning(
+            "the whole model is one unit of %s bytes, gathered at once: call fully_shard on its blocks first, or give an "
+            "auto_wrap_policy.",
+            f"{total:,}",
+        )
     return make_plan(
         nnx.to_pure_dict(params),
         mark.mesh,

@@ -7,15 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.stack import run_stack
 from jfsdp.step import TrainState, train_step
 from jfsdp.unit import call, unshard
+from jfsdp.wrap import fully_shard
 from tests.support import HYBRID, PLAIN, submesh
 
-MESHES = [*(("1x8", s) for s in PLAIN), *(("2x4", s) for s in HYBRID)]
+MESHES = [
+    *(("1x8", s) for s in ("FULL_SHARD", "NO_SHARD")),
+    ("2x4", "HYBRID_SHARD"),
+    *(pytest.param("1x8", s, marks=pytest.mark.slow) for s in PLAIN if s not in ("FULL_SHARD", "NO_SHARD")),
+    *(pytest.param("2x4", s, marks=pytest.mark.slow) for s in HYBRID if s != "HYBRID_SHARD"),
+]
 
 
 def loss(params, batch, key):
@@ -129,3 +136,30 @@ class TestHooks:
         units = {"head": UnitOptions(gradient_hook=lambda path, shard: shard[:1].astype(jnp.bfloat16))}
         with pytest.raises(ValueError, match=r"hook of head.w took float32\[2\] and gave bfloat16\[1\]. Give back"):
             gradients({"head": np.ones(16)}, units=units)
+
+
+def test_a_flax_unit_has_a_divide_factor_and_a_hook_of_its_own():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.inner, self.outer = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.outer(self.inner(x))
+
+    def kernels(**options):
+        model, tx = Two(), optax.sgd(1.0)
+        fully_shard(model.inner, **options)
+        fully_shard(model, mesh=submesh("1x8"))
+        state = TrainState.create(model, tx)
+        before = jax.tree.map(np.array, state.params)
+        step = train_step(lambda m, b, k: jnp.mean(m(b["x"])), tx, state.plan)
+        state, _ = step(state, {"x": np.ones((8, 8), np.float32)})
+        moved = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params)
+        return moved["inner"]["kernel"], moved["outer"]["kernel"]
+
+    plain, divided = kernels(), kernels(gradient_divide_factor=2)
+    hooked = kernels(gradient_hook=lambda path, shard: -shard if path == "inner.kernel" else shard)
+    for factor, got in ((4, divided), (-1, hooked)):
+        np.testing.assert_allclose(got[0], factor * plain[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got[1], plain[1], rtol=1e-5, atol=1e-6)
+    assert np.abs(plain[0]).max() > 0.01

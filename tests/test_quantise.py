@@ -80,8 +80,11 @@ class TestFormat:
 
 
 @pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize(("mesh", "strategy"), [("1x8", None), ("2x4", "HYBRID_SHARD"), ("2x4", "FULL_SHARD")])
-@pytest.mark.parametrize("dims", [(128, 160), (145, 131)], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [("1x8", None), ("2x4", "HYBRID_SHARD"), pytest.param("2x4", "FULL_SHARD", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("dims", [pytest.param((128, 160), marks=pytest.mark.slow), (145, 131)], ids=["even", "uneven"])
 def test_all_devices_hold_the_same_weights_each_shard_rounded_once(name, mesh, strategy, dims):
     """Bitwise equal on 8 devices, the owner of a shard too, and equal to the rounded shards of the format."""
     values = {"w": np.random.default_rng(0).normal(size=dims).astype(np.float32)}
@@ -117,7 +120,7 @@ def test_gradients_pass_straight_through(name):
 
 
 class TestTraining:
-    @pytest.mark.parametrize(("name", "off"), [("int8", 0.02), ("fp8", 0.06)])
+    @pytest.mark.parametrize(("name", "off"), [("int8", 0.02), pytest.param("fp8", 0.06, marks=pytest.mark.slow)])
     def test_it_follows_the_unrounded_run(self, name, off):
         """Of a weight near the largest of its block int8 keeps 1/254 and fp8 1/16, of smaller ones less."""
         want, metrics = run(VALUES, steps=5)
@@ -130,9 +133,9 @@ class TestTraining:
         "other",
         [
             dict(strategy="SHARD_GRAD_OP"),
-            dict(mesh="2x4", strategy="FULL_SHARD"),
+            pytest.param(dict(mesh="2x4", strategy="FULL_SHARD"), marks=pytest.mark.slow),
             dict(reshard=4),
-            dict(accumulate=2, no_sync=True),
+            pytest.param(dict(accumulate=2, no_sync=True), marks=pytest.mark.slow),
         ],
         ids=["kept", "both axes", "hpZ", "accumulated"],
     )

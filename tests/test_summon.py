@@ -12,7 +12,7 @@ from jfsdp.summon import FullTensors, summon_full_gradients, summon_full_params,
 from tests.support import HYBRID, PLAIN, UNITS, bitwise_equal, submesh, toy_batch, toy_loss, toy_params, train_alone
 
 MESHES = [*(("1x8", s) for s in PLAIN), *(("2x4", s) for s in HYBRID)]
-FEW = [("1x8", "FULL_SHARD"), ("1x8", "SHARD_OPT"), ("2x4", "HYBRID_SHARD")]
+FEW = [("1x8", "SHARD_OPT"), ("2x4", "HYBRID_SHARD"), pytest.param("1x8", "FULL_SHARD", marks=pytest.mark.slow)]
 PARAMS = toy_params(dtype=np.float32)
 BATCH = toy_batch(dtype=np.float32)
 LAYERS = [f"blocks.{i}.{name}" for name in ("down", "gate", "scale", "up") for i in range(3)]
@@ -48,9 +48,7 @@ class TestParameters:
         state, _ = start()
         assert list(summon_full_params(state, "blocks.*.gate")) == [f"blocks.{i}.gate" for i in range(3)]
         assert list(summon_full_params(state, ["head.bias", "blocks.1.up"])) == ["blocks.1.up", "head.bias"]
-        with pytest.raises(
-            ValueError, match=r"is called 'blocks.\*.kernel'. There are blocks.0.down, .* more"
-        ):
+        with pytest.raises(ValueError, match=r"is called 'blocks.\*.kernel'. There are blocks.0.down, .* more"):
             summon_full_params(state, ["head.bias", "blocks.*.kernel"])
 
     def test_one_tensor_is_fetched_when_it_is_read_and_not_before(self, monkeypatch):
