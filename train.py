@@ -61,7 +61,7 @@ def train(job: cli.Job, console: Console) -> int:
     """Create or restore the model, take the steps, tell how it went."""
     config, steps = job.config, job.config.training.steps
     plan = plan_module(job.make_model, **job.sharding)
-    console.print(tables.sharding_table(job, plan))
+    console.print(tables.sharding_table(plan, tokens=job.tokens))
 
     tx, schedule = optimizer(config.training, plan)
     with cli.exits(2, ValueError):

@@ -71,8 +71,11 @@ def _device_words(mesh: Mesh) -> str:
     return words
 
 
-def sharding_table(job: Job, plan: Plan) -> Table:
-    """A line per parameter, by unit: where it is cut, what a device holds, and why."""
+def sharding_table(plan: Plan, *, tokens: int | None = None) -> Table:
+    """A line per parameter, by unit: where it is cut, what a device holds, and why.
+
+    tokens: of one device and micro-batch; tells how vocabulary tables are used.
+    """
     whole = sum(_at_rest(leaf) for leaf in plan.leaves if leaf.dim is None or leaf.placement.whole_at_rest)
     stored = sum(math.prod(leaf.rest_shape) * leaf.dtype.itemsize for leaf in plan.leaves)
     padding = stored - sum(leaf.size * leaf.dtype.itemsize for leaf in plan.leaves)
@@ -97,18 +100,18 @@ def sharding_table(job: Job, plan: Plan) -> Table:
         for name, leaf in zip(names, leaves):
             shape, held = " x ".join(map(str, leaf.shape)) or "scalar", in_words(_at_rest(leaf))
             first = Text(name, "" if len(leaves) > 1 else "bold")
-            table.add_row(first, shape, _cut(leaf), held, leaf.reason + _use(job, plan, leaf))
+            table.add_row(first, shape, _cut(leaf), held, leaf.reason + _use(plan, leaf, tokens))
     return table
 
 
-def _use(job: Job, plan: Plan, leaf: ParamLayout) -> str:
+def _use(plan: Plan, leaf: ParamLayout, tokens: int | None) -> str:
     """How a vocabulary table is used: Notes [Row exchange] and [Streamed head] in vocab.py."""
-    uses, words = plan.units.get(leaf.unit, UnitOptions()).uses, ""
+    uses, words = plan.units.get(leaf.unit, UnitOptions()).uses if tokens is not None else (), ""
     if "embed" in uses:
-        kinds = {m.kind for m in planning.traffic(plan, tokens=job.tokens) if m.unit == leaf.unit}
+        kinds = {m.kind for m in planning.traffic(plan, tokens=tokens) if m.unit == leaf.unit}
         words += ", rows exchanged" if "all-to-all" in kinds else ", gathered to look up"
     if "head" in uses:
-        is_streamed = job.tokens * leaf.shape[0] * 4 > STREAM_ABOVE
+        is_streamed = tokens * leaf.shape[0] * 4 > STREAM_ABOVE
         words += ", streamed in slices" if is_streamed else ", logits at once"
     return words
 
@@ -128,7 +131,7 @@ def _at_rest(leaf: ParamLayout) -> int:
 
 def forecast(job: Job, plan: Plan, state: TrainState) -> Iterator[Table]:
     """The tables of a dry run: units, memory and traffic of a device, by formula."""
-    yield sharding_table(job, plan)
+    yield sharding_table(plan, tokens=job.tokens)
     how = dict(accumulate=job.config.data.accumulate, no_sync=not job.config.training.sync)
     dtype = job.sharding["mp_policy"].param_dtype
     layers = trace(job.make_model, sequences=job.share, tokens=job.config.data.seq_len, dtype=dtype)

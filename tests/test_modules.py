@@ -1,5 +1,6 @@
 """Any Flax module, unchanged: blocks in a Python loop, nested and shared units, frozen parts, dropout, batch norms."""
 
+import io
 import math
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from jfsdp import audit, randomness
 from jfsdp.layout import UnitOptions
@@ -15,6 +17,7 @@ from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_po
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import Stack
 from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.tables import sharding_table
 from jfsdp.wrap import fully_shard, init_sharded, plan_of, register_fsdp_forward_method
 from tests.support import assert_close, submesh
 
@@ -315,6 +318,17 @@ class TestPolicies:
         }
         excluded = size_based_auto_wrap_policy(400, exclude_wrap_modules={nnx.Linear})(Model())
         assert set(excluded) == {"blocks.0", "blocks.1", "blocks.2"}
+
+    def test_one_single_unit_is_warned_of_with_its_bytes(self, caplog):
+        fully_shard(Model(), mesh=submesh("1x8"))
+        assert f"the whole model is one unit of {2645 * 8:,} bytes" in caplog.text
+
+    def test_the_units_can_be_printed(self):
+        model = fully_shard(Model(), mesh=submesh("1x8"), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        console = Console(width=120, record=True, file=io.StringIO())
+        console.print(sharding_table(plan_of(model)))
+        words = console.export_text()
+        assert all(name in words for name in ("blocks.0", "blocks.2", "root", "out.kernel", "2,645 parameters"))
 
     def test_a_function_gives_options_per_unit(self):
         def choose(path, module):
