@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata as packages
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -280,12 +281,13 @@ class _Handler(ocp.AsyncCheckpointHandler):
 
     def __init__(self):
         self._pool, self._args = ThreadPoolExecutor(1, "checkpoint"), None
+        self._staging: store.Staging = {}
 
     async def async_save(self, directory, args: _SaveArgs):
         """Copy to host memory, so that the state may be donated; the rest goes on behind the training."""
         hashes = store.content_hashes(args.arrays.values, args.arrays.shapes)
         is_local = args.metadata.kind == "local"
-        host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local)
+        host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local, staging=self._staging)
         self._args = args
         return [self._pool.submit(self._write, Path(directory), host, hashes, is_local)]
 
@@ -323,6 +325,10 @@ class _Handler(ocp.AsyncCheckpointHandler):
     def restore(self, directory, *args, **kwargs):
         raise NotImplementedError("restored by the function restore of this file")
 
+    def forget(self) -> None:
+        """Leave what a failed write may still read to it."""
+        self._staging = {}
+
     def close(self) -> None:
         self._pool.shutdown()
 
@@ -332,6 +338,11 @@ ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(_SaveA
 
 def _hex(hash_: int) -> str:
     return f"{hash_ % 2**32:08x}"
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: packages.version(name) for name in ("jax", "orbax-checkpoint", "optax")}
 
 
 def _describe(state, plan: Plan | None, kind: str, **what) -> Metadata:
@@ -349,7 +360,7 @@ def _describe(state, plan: Plan | None, kind: str, **what) -> Metadata:
         processes=jax.process_count(),
         generator=_generator(),
         counters=counters,
-        versions={name: packages.version(name) for name in ("jax", "orbax-checkpoint", "optax")},
+        versions=_versions(),
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         **what,
     )
@@ -500,7 +511,7 @@ def save_consolidated(
     parts = folder / f"parts{_DELETED}"
     is_first = jax.process_index() == 0
     for name, value in arrays.values.items():
-        host = store.to_host({name: value}, arrays.shapes, every=False)
+        host = store.to_host({name: value}, arrays.shapes)
         store.write_zarr(parts, host, is_first=is_first)
     multihost_utils.sync_global_devices("every shard is written")
     files = []
@@ -564,7 +575,7 @@ def _write_consolidated(folder: Path, names: dict[str, tuple], aliases) -> list[
 def _whole(name: str, arrays: _Arrays) -> np.ndarray:
     """A logical array in host memory, put together from the shards of this process, which holds all of them."""
     whole = np.empty(arrays.shapes[name], arrays.values[name].dtype)
-    (host,) = store.to_host({name: arrays.values[name]}, arrays.shapes, every=False)
+    (host,) = store.to_host({name: arrays.values[name]}, arrays.shapes)
     for where, values in host.pieces:
         whole[where] = values
     return whole
@@ -751,6 +762,7 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> SaveError:
         step, self._pending, self._last = self._pending, None, None
+        self._handler.forget()
         steps = self.steps()
         rest = f"The newest complete one is of step {steps[-1]}." if steps else "There is no complete one."
         return SaveError(

@@ -1,0 +1,202 @@
+"""Speed of checkpoints on this machine: `python -m benchmarks.checkpoint`.
+
+What is asked: bytes per second of a save and of a restore, against a plain copy of the same bytes on the same disk;
+the time that the training stands still for a save in the background, and by how much it is slower while one is
+written; host memory beside the state's own; and, on another mesh, how many bytes are read for each byte of the state.
+
+A simulated device computes and copies on the CPU, and so does the writer: on a machine with few cores the two share
+them, which a GPU machine's do not. The state is that of a stack of matrices with AdamW, so that it is all bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+from jfsdp import TrainState, UnitOptions, make_mesh, make_plan, run_stack, train_step
+from jfsdp.checkpoint import Checkpoints, restore
+
+WIDTH = 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=384, help="size of the state, moments included")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: a temporary one")
+    parser.add_argument("--kind", choices=["sharded", "local"], default="sharded")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        rows = measure(folder, options.mib, options.repeats, options.kind)
+    finally:
+        shutil.rmtree(folder)
+    table = Table(title=f"{options.kind} checkpoint, best of {options.repeats}", title_justify="left")
+    for column in ("what", "value", "how"):
+        table.add_column(column)
+    for name, (value, how) in rows.items():
+        table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}", how)
+    Console(width=130).print(table)
+    if options.json:
+        options.json.write_text(json.dumps({name: value for name, (value, _) in rows.items()}, indent=1))
+
+
+def measure(folder: Path, mib: int, repeats: int, kind: str) -> dict[str, tuple]:
+    """Each figure with how it came about."""
+    plan, tx, step, batch = make("1x8", mib)
+    state = create(plan, tx)
+    size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+    state, _ = step(state, batch)
+    rows: dict[str, tuple] = {"state, MiB": (size / 2**20, f"{len(jax.tree.leaves(state))} arrays, fp32, mesh 1x8")}
+
+    copies, saves, restores, stalls, slowed, peaks = [], [], [], [], [], []
+    steps, state = timed_steps(step, state, batch, 10)
+    alone, wanted = float(np.median(steps)), TrainState.abstract(tx, plan)
+    checkpoints = Checkpoints(folder / "run", newest=1, best=0, kind=kind)
+    for _ in range(repeats + 1):  # the first one compiles and is not counted
+        with Peak() as memory:
+            begun = time.perf_counter()
+            checkpoints.save(state)
+            stalls.append(time.perf_counter() - begun)
+            checkpoints.wait()
+            saves.append(time.perf_counter() - begun)
+        peaks.append(memory.grown)
+        run = checkpoints.path(int(state.step))
+        copies.append(copy(run, folder / "copy"))
+        begun = time.perf_counter()
+        back = jax.block_until_ready(restore(run, wanted))
+        restores.append(time.perf_counter() - begun)
+        state, _ = step(back, batch)
+        # While one is written, steps go on: what they take longer counts against the save.
+        begun, count = time.perf_counter(), 0
+        checkpoints.save(state)
+        while not (checkpoints.path(int(state.step) - count) / "jfsdp.json").exists():
+            state, _ = step(state, batch)
+            jax.block_until_ready(state)
+            count += 1
+        seconds = time.perf_counter() - begun
+        slowed.append((seconds - count * alone) / seconds)
+    checkpoints.close()
+    run = checkpoints.path(checkpoints.steps()[-1])
+    copies, saves, restores, stalls, slowed = (x[1:] for x in (copies, saves, restores, stalls, slowed))
+    rows["copy, MiB/s"] = (size / 2**20 / min(copies), "every file read and written again, with fsync")
+    rows["save, MiB/s"] = (size / 2**20 / min(saves), "until it is complete on disk, nothing else running")
+    rows["save / copy"] = (min(copies) / min(saves), "bytes per second in relation to the copy")
+    rows["restore, MiB/s"] = (size / 2**20 / min(restores), "onto the same mesh, hashes checked")
+    rows["restore / copy"] = (min(copies) / min(restores), "")
+    rows["stands still, s"] = (min(stalls), "until the state may be donated: hash started, copied to host memory")
+    rows["stands still / save"] = (min(a / b for a, b in zip(stalls, saves)), "target: below 0.05")
+    rows["lost / save"] = (
+        min(slowed),
+        f"time beyond that of so many steps of {alone * 1e3:.0f} ms; cores are shared",
+    )
+    rows["memory / state"] = (peaks[0] / size, "growth of the process's memory in the first save; 1 is the copy itself")
+    if kind == "sharded":
+        rows |= other_mesh(run, mib, size)
+    return rows
+
+
+def other_mesh(run: Path, mib: int, size: int) -> dict[str, tuple]:
+    """Restore onto 2x4 and count what is read."""
+    plan, tx, _, _ = make("2x4", mib)
+    before, begun = bytes_read(), time.perf_counter()
+    jax.block_until_ready(restore(run, TrainState.abstract(tx, plan)))
+    seconds = time.perf_counter() - begun
+    return {
+        "restore onto 2x4, MiB/s": (size / 2**20 / seconds, "HYBRID_SHARD: two copies on the devices"),
+        "read / state": ((bytes_read() - before) / size, "bytes that the process asked the system for; 1 is each once"),
+    }
+
+
+def make(mesh: str, mib: int):
+    layers = max(1, mib * 2**20 // (3 * 4 * WIDTH * WIDTH))
+    shapes = {"blocks": {"w": jax.ShapeDtypeStruct((layers, WIDTH, WIDTH), jnp.float32)}}
+    plan = make_plan(shapes, make_mesh(mesh), units={"blocks": UnitOptions(stacked=True)})
+    tx = optax.adamw(1e-4)
+
+    def loss(params, batch, key):
+        x, _ = run_stack(lambda w, x, _: (x + jnp.tanh(x @ w["w"]), None), params["blocks"], batch)
+        return (x**2).mean()
+
+    batch = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
+    return plan, tx, train_step(loss, tx, plan), batch
+
+
+def create(plan, tx) -> TrainState:
+    shape = plan.leaves[0].logical_shape
+    return TrainState.create(
+        plan.create(lambda: {"blocks": {"w": 0.01 * jax.random.normal(jax.random.key(0), shape)}}), tx, plan
+    )
+
+
+def timed_steps(step, state, batch, count: int):
+    seconds = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        state, _ = step(state, batch)
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - begun)
+    return seconds, state
+
+
+def copy(source: Path, target: Path) -> float:
+    """Seconds to copy every file, until the disk has it."""
+    begun = time.perf_counter()
+    for path in source.rglob("*"):
+        if path.is_file():
+            there = target / path.relative_to(source)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("rb") as old, there.open("wb") as new:
+                shutil.copyfileobj(old, new, 1 << 24)
+                new.flush()
+                os.fsync(new.fileno())
+    seconds = time.perf_counter() - begun
+    shutil.rmtree(target)
+    return seconds
+
+
+class Peak:
+    """How much this process's memory grew at most, in bytes."""
+
+    def __enter__(self):
+        self._begun, self._peak, self._stop = resident(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self):
+        while not self._stop.wait(0.005):
+            self._peak = max(self._peak, resident())
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+        self.grown = max(0, self._peak - self._begun)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def bytes_read() -> int:
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
+
+
+if __name__ == "__main__":
+    main()
