@@ -27,7 +27,8 @@ from jfsdp.generate import make_generate
 from jfsdp.huggingface import load_pretrained
 from jfsdp.layout import Plan
 from jfsdp.metrics import Screen, Throughput, memory, record
-from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import eval_step, train_step
 from jfsdp.watchdog import Watchdog
 from jfsdp.wrap import plan_module
 

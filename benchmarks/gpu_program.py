@@ -32,7 +32,8 @@ from benchmarks.annotations import maxtext_options
 from jfsdp import gpu
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.wrap import plan_module
 from models import llama
 

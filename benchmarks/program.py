@@ -27,7 +27,8 @@ from jfsdp import audit, plan
 from jfsdp.mesh import make_mesh, simulate_devices
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.wrap import plan_module
 from models import llama
 

@@ -29,7 +29,8 @@ from rich.table import Table
 from benchmarks import annotations
 from jfsdp.mesh import make_mesh, parse_mesh, simulate_devices
 from jfsdp.precision import MixedPrecision
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.wrap import init_sharded
 from models import llama
 

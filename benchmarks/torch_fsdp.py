@@ -149,7 +149,8 @@ def our_step(setting: Setting) -> Callable[[], float]:
     from flax import nnx
 
     from jfsdp.precision import MixedPrecision
-    from jfsdp.step import TrainState, train_step
+    from jfsdp.state import TrainState
+    from jfsdp.step import train_step
     from jfsdp.wrap import init_sharded
     from models import llama
 

@@ -1,6 +1,7 @@
 """PyTorch FSDP's semantics for JAX and Flax: sharded training with every collective written down."""
 
 from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
+from jfsdp.loss import Auxiliary
 from jfsdp.mesh import make_mesh, simulate_devices
 from jfsdp.offload import CPUOffloadPolicy, OffloadActivations, OffloadPolicy
 from jfsdp.optim import label_params
@@ -9,7 +10,8 @@ from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_po
 from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.stack import Stack, run_stack
-from jfsdp.step import Auxiliary, TrainState, TrainStep, eval_step, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import TrainStep, eval_step, train_step
 from jfsdp.strategy import ShardingStrategy
 from jfsdp.summon import summon_full_gradients, summon_full_params, write_full_params
 from jfsdp.unit import call, unshard

@@ -19,13 +19,15 @@ one would not fit either.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
 import re
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -42,7 +44,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jfsdp import safetensors, store
+from jfsdp import store
 from jfsdp.layout import Plan, path_name
 from jfsdp.metrics import in_words
 
@@ -227,8 +229,8 @@ def _logical_shapes(tree, plan: Plan | None) -> dict[str, tuple[int, ...]]:
     return {path_name(path): logical(path, leaf) for path, leaf in flat}
 
 
-class _Arrays(NamedTuple):
-    """A state as plain arrays by name: random keys as their data."""
+class Arrays(NamedTuple):
+    """A state as plain arrays by name: random keys as their data. `named_arrays` makes it."""
 
     values: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
@@ -236,14 +238,14 @@ class _Arrays(NamedTuple):
     leaves: dict[str, Leaf]
 
 
-def _arrays(tree, plan: Plan | None) -> _Arrays:
+def named_arrays(tree, plan: Plan | None) -> Arrays:
     values, shapes, keys = _named(tree), _logical_shapes(tree, plan), {}
     for name, value in values.items():
         if store.is_key(value.dtype):
             keys[name], values[name] = _key_impl(value), _key_data(value)
             shapes[name] = tuple(values[name].shape)
     leaves = {n: Leaf(shape=shapes[n], dtype=v.dtype.name, key=keys.get(n)) for n, v in values.items()}
-    return _Arrays(values, shapes, leaves)
+    return Arrays(values, shapes, leaves)
 
 
 def _key_impl(key) -> str:
@@ -272,7 +274,7 @@ def _generator() -> dict[str, Any]:
 class _SaveArgs(ocp.args.CheckpointArgs):
     """What Orbax hands to the handler."""
 
-    arrays: _Arrays
+    arrays: Arrays
     metadata: Metadata
 
 
@@ -280,15 +282,17 @@ class _Handler(ocp.AsyncCheckpointHandler):
     """Writes this process's part of a state into the folder that Orbax prepared."""
 
     def __init__(self):
-        self._pool, self._args = ThreadPoolExecutor(1, "checkpoint"), None
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._staging: store.Staging = {}
+        self._leaves: dict[str, Leaf] = {}
+        self._metadata: Metadata | None = None
 
     async def async_save(self, directory, args: _SaveArgs):
         """Copy to host memory, so that the state may be donated; the rest goes on behind the training."""
         hashes = store.content_hashes(args.arrays.values, args.arrays.shapes)
         is_local = args.metadata.kind == "local"
         host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local, staging=self._staging)
-        self._args = args
+        self._leaves, self._metadata = args.arrays.leaves, args.metadata
         return [self._pool.submit(self._write, Path(directory), host, hashes, is_local)]
 
     def _write(self, folder: Path, host: list[store.HostArray], hashes, is_local: bool) -> None:
@@ -304,16 +308,13 @@ class _Handler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory) -> None:
         """Every process has written its part: add up the hashes, note the files, and with that it is complete."""
-        folder, args = Path(directory), self._args
+        folder = Path(directory)
         parts = [json.loads(p.read_text()) for p in (folder / _HASHES).iterdir()]
         shutil.rmtree(folder / _HASHES)
-        leaves = {
-            name: replace(leaf, hash=_hex(sum(part[name] for part in parts)))
-            for name, leaf in args.arrays.leaves.items()
-        }
+        leaves = {n: replace(leaf, hash=_hex(sum(part[n] for part in parts))) for n, leaf in self._leaves.items()}
         files = sorted(p for part in (_ARRAYS, _LOCAL) for p in (folder / part).rglob("*") if p.is_file())
         sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
-        text = json.dumps(asdict(replace(args.metadata, leaves=leaves, files=sizes)), indent=1)
+        text = json.dumps(asdict(replace(self._metadata, leaves=leaves, files=sizes)), indent=1)
         with (folder / _MARK).open("w") as file:
             file.write(text)
             file.flush()
@@ -380,7 +381,7 @@ def restore(path: str | os.PathLike, like, *, partial: bool = False, cast: bool 
     """
     found = open_checkpoint(path)
     plan = getattr(like, "plan", None)
-    wanted = _arrays(like, plan)
+    wanted = named_arrays(like, plan)
     _check_generator(found)
     if found.metadata.kind == "local":
         _check_same_devices(found, plan)
@@ -404,7 +405,7 @@ def restore(path: str | os.PathLike, like, *, partial: bool = False, cast: bool 
     return jax.tree.unflatten(tree, leaves)
 
 
-def _check_fit(found: Checkpoint, wanted: _Arrays, partial: bool, cast: bool) -> set[str]:
+def _check_fit(found: Checkpoint, wanted: Arrays, partial: bool, cast: bool) -> set[str]:
     """Names that `partial` leaves as they are."""
     have, want = found.metadata.leaves, wanted.leaves
     missing = [f"{n} {list(leaf.shape)} is not in the checkpoint" for n, leaf in want.items() if n not in have]
@@ -490,97 +491,6 @@ def _together(read, path: Path):
     return result
 
 
-# One safetensors set
-
-
-def save_consolidated(
-    folder: str | os.PathLike, params, plan: Plan, *, aliases: Mapping[str, str] | None = None
-) -> list[Path]:
-    """Write parameters (or an average of them) in logical shapes as safetensors, readable without jfsdp.
-
-    Gives the files. The first process writes them all and holds one tensor at a time. With several processes every
-    one first writes its shards beside the result, one tensor at a time, so that nobody gathers.
-
-    aliases: further names of tied parameters, `{other: written}`; recorded, not written again.
-    """
-    folder = Path(folder)
-    arrays = _arrays(params, plan)
-    if jax.process_count() == 1:
-        names = {n: (leaf, lambda n=n: _whole(n, arrays)) for n, leaf in arrays.leaves.items()}
-        return _write_consolidated(folder, names, aliases)
-    parts = folder / f"parts{_DELETED}"
-    is_first = jax.process_index() == 0
-    for name, value in arrays.values.items():
-        host = store.to_host({name: value}, arrays.shapes)
-        store.write_zarr(parts, host, is_first=is_first)
-    multihost_utils.sync_global_devices("every shard is written")
-    files = []
-    if is_first:
-        reader = store.ZarrReader(parts)
-        names = {n: (leaf, lambda n=n: reader.read(n)) for n, leaf in arrays.leaves.items()}
-        files = _write_consolidated(folder, names, aliases)
-        shutil.rmtree(parts)
-    multihost_utils.sync_global_devices("the consolidated set is written")
-    return files
-
-
-def consolidate(
-    path: str | os.PathLike,
-    folder: str | os.PathLike,
-    *,
-    part: str = "params",
-    aliases: Mapping[str, str] | None = None,
-) -> list[Path]:
-    """Make safetensors of one part of a sharded checkpoint (params, ema, ...), tensor by tensor; needs no devices."""
-    found = open_checkpoint(path)
-    leaves = {n: leaf for n, leaf in found.metadata.leaves.items() if n.startswith(f"{part}.")}
-    if found.metadata.kind != "sharded" or not leaves:
-        parts = ", ".join(dict.fromkeys(n.partition(".")[0] for n in found.metadata.leaves))
-        raise ValueError(f"{found.path} is {found.metadata.kind} and has {parts}; {part} of a sharded one is wanted.")
-    names = {n.removeprefix(f"{part}."): (leaf, lambda n=n: found.read(n)) for n, leaf in leaves.items()}
-    return _write_consolidated(Path(folder), names, aliases)
-
-
-def load_consolidated(folder: str | os.PathLike, plan: Plan):
-    """Parameters as `plan` stores them, from what `save_consolidated` wrote; each process reads what it needs.
-
-    Raises: ValueError listing what is missing, left over or of another shape or dtype.
-    """
-    found, abstract = safetensors.read_safetensors(folder), plan.map(_abstract(plan))
-    wanted = _arrays(abstract, plan)
-    have = {n: Leaf(shape=tuple(t.shape), dtype=np.dtype(t.dtype).name) for n, t in found.items()}
-    differing = [
-        f"{n}: {have.get(n)} in the files, {wanted.leaves.get(n)} here"
-        for n in {**have, **wanted.leaves}
-        if have.get(n) != wanted.leaves.get(n)
-    ]
-    if differing:
-        raise ValueError(
-            f"{folder} does not fit:\n  " + "\n  ".join(differing) + "\nBuild the model it was saved from."
-        )
-    targets = [store.Target(n, wanted.shapes[n], tuple(v.shape), v.sharding) for n, v in wanted.values.items()]
-    arrays = store.to_devices(targets, lambda name, where: found[name][where])
-    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
-
-
-def _abstract(plan: Plan):
-    return lambda leaf: jax.ShapeDtypeStruct(leaf.rest_shape, leaf.dtype, sharding=plan.rest_sharding(leaf))
-
-
-def _write_consolidated(folder: Path, names: dict[str, tuple], aliases) -> list[Path]:
-    entries = [safetensors.Entry(n, leaf.shape, np.dtype(leaf.dtype), fetch) for n, (leaf, fetch) in names.items()]
-    return safetensors.write_safetensors(folder, entries, aliases=aliases)
-
-
-def _whole(name: str, arrays: _Arrays) -> np.ndarray:
-    """A logical array in host memory, put together from the shards of this process, which holds all of them."""
-    whole = np.empty(arrays.shapes[name], arrays.values[name].dtype)
-    (host,) = store.to_host({name: arrays.values[name]}, arrays.shapes)
-    for where, values in host.pieces:
-        whole[where] = values
-    return whole
-
-
 # The checkpoints of a run
 
 
@@ -663,7 +573,7 @@ class Checkpoints:
         if step == self._last:
             return False
         self.wait()
-        arrays = _arrays(state, plan)
+        arrays = named_arrays(state, plan)
         metadata = _describe(state, plan, self.kind, step=step, metric=metric, data=data, run=run or {})
         self._pending = step
         try:
@@ -805,6 +715,15 @@ def inspect(path: str | os.PathLike) -> Table:
     return table
 
 
-def inspect_command(path: Path) -> None:
-    """Print what is in a checkpoint: a folder step_*, or a run's folder for its newest one."""
-    Console(highlight=False).print(inspect(path))
+def inspect_command(argv: Sequence[str]) -> int:
+    """`jfsdp inspect CKPT`; gives the exit code."""
+    parser = argparse.ArgumentParser("jfsdp inspect", description="Tell what is in a checkpoint; read no array of it.")
+    parser.add_argument("checkpoint", help="a folder step_*, or the folder of a run for its newest checkpoint")
+    try:
+        table = inspect(parser.parse_args(list(argv)).checkpoint)
+    except ValueError as error:
+        print(f"jfsdp inspect: error: {error}", file=sys.stderr)
+        return 2
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(highlight=False, width=120)).print(table)
+    return 0

@@ -73,7 +73,7 @@ def trace(
     whole = _Program(jax.make_jaxpr(jax.value_and_grad(loss))(params, batch).jaxpr)
     counts = {a.shape[0] for a in jax.tree.leaves(params) if len(a.shape) > 1}
     data = whole.reached_from(whole.invars[-len(batch) :])
-    loops = [_Loop.of(op, data) for op in whole.ops if op.name == "scan" and op.params["length"] in counts]
+    loops = [_Loop.of(op, whole, data) for op in whole.ops if op.name == "scan" and op.params["length"] in counts]
     loops = [loop for loop in loops if loop.weights and any(op.name == "dot_general" for op in loop.body.ops)]
     forward = [loop for loop in loops if not loop.is_backward]
     backward = [loop for loop in loops if loop.is_backward]
@@ -184,17 +184,21 @@ class _Loop(NamedTuple):
     others_out: set[int]
 
     @classmethod
-    def of(cls, op: _Op, data: set[int]) -> _Loop:
+    def of(cls, op: _Op, whole: _Program, data: set[int]) -> _Loop:
         """data: values of the whole program that depend on the batch; the others are weights."""
         body = _Program(op.params["jaxpr"].jaxpr)
-        consts, carries = op.params["num_consts"], op.params["num_carry"]
         ins, outs = body.invars, body.outvars
+        # Which are carried, by shape, as the names of a scan's parameters change with JAX: what goes through a loop has
+        # one shape inside and outside, what it walks over and what it collects are `[length, ...]` outside.
+        carries = sum(body.avals[v].shape == whole.avals[o].shape for v, o in zip(outs, op.outs))
+        walked = sum(body.avals[v].shape != whole.avals[o].shape for v, o in zip(ins, op.ins))
+        consts, first = len(ins) - carries - walked, len(ins) - walked
         return cls(
             op.params["length"],
             op.params["reverse"],
             body,
-            ins[consts : consts + carries],
-            {v for v, given in zip(ins[consts + carries :], op.ins[consts + carries :]) if given not in data},
+            ins[consts:first],
+            {v for v, given in zip(ins[first:], op.ins[first:]) if given not in data},
             outs[:carries],
             set(outs[carries:]),
         )

@@ -38,7 +38,7 @@ from jfsdp.lora import ADAPTERS, BASE, LoraOptions, add_lora, merge, parse_lora
 from jfsdp.mesh import make_mesh
 from jfsdp.precision import parse_dtype
 from jfsdp.safetensors import MAX_FILE_BYTES, Entry, Tensor, read_safetensors, write_safetensors, write_text
-from jfsdp.step import TrainState
+from jfsdp.state import TrainState
 from jfsdp.summon import fetch_layer, insert_layer
 from jfsdp.wrap import plan_module
 

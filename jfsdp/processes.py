@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -213,14 +214,26 @@ def connect(group: Group | None = None, *, timeout_s: int = 300) -> Group:
 
     From then on warnings carry the index of their process, and JAX sees the devices of all of them. GPUs of a host
     are dealt out equally to its processes.
-    timeout_s: seconds to wait for the others.
-    Raises: RuntimeError if they do not come, or JAX has started; ValueError if GPUs cannot be dealt out.
+    timeout_s: seconds to wait for the others; then the process ends, as JAX's own way of waiting cannot be left.
+    Raises: RuntimeError if JAX has started or the port is taken; ValueError if GPUs cannot be dealt out.
     """
     global _here
     group = detect() if group is None else group
     if group.count == 1:
         return group
     devices = local_devices(group)
+
+    def give_up() -> None:
+        print(
+            f"process {group.index} of {group.count}: error: did not meet the others at {group.coordinator} within "
+            f"{timeout_s} s. Check that all {group.count} run, and that this host reaches the port of process 0.",
+            file=sys.stderr,
+        )
+        leave(1)
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             group.coordinator,
@@ -228,16 +241,16 @@ def connect(group: Group | None = None, *, timeout_s: int = 300) -> Group:
             group.index,
             local_device_ids=devices,
             cluster_detection_method="deactivate",
-            initialization_timeout=timeout_s,
+            initialization_timeout=timeout_s + 60,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=HEARTBEAT_S,
         )
-    except (RuntimeError, jax.errors.JaxRuntimeError) as error:
+    except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
-            f"process {group.index} of {group.count} did not meet the others at {group.coordinator} within "
-            f"{timeout_s} s ({str(error).partition(chr(10))[0]}). Check that all processes run, that the port is free "
-            "where process 0 runs, and that this host reaches it."
+            f"process {group.index} of {group.count} cannot listen at {group.coordinator}: {error}. Give another port."
         ) from error
+    finally:
+        timer.cancel()
     _here = group
     _label_messages()
     return group

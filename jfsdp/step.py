@@ -1,14 +1,10 @@
-"""The train step: micro-batches, gradients, clipping, the optimizer, and the state that it carries.
+"""The train step: micro-batches, gradients, clipping, the optimizer.
 
-Owns the story of one optimizer step and nothing of how a unit moves. A step is one compiled program:
+Owns the story of one optimizer step and nothing of how a unit moves (`unit.py`), what a loss gives (`loss.py`) or what
+a state is (`state.py`). A step is one compiled program:
 
     total weight of the window -> micro-batches (a scan, the last one peeled) -> finished gradient shards, unscaled
     -> norm -> clip -> optimizer on shards -> new state, or the old one when a gradient is not finite
-
-Note [Sum and weight]
-A loss is a sum and a weight. The weight depends on the batch only, so its total over devices and micro-batches is
-known before the first backward pass, and each local sum is divided by it there: what travels is a part of the mean,
-whatever the mesh, and no loss or gradient needs rescaling afterwards.
 
 Note [The last micro-batch]
 It is taken out of the scan, because its backward pass also adds what the others accumulated, layer by layer, and
@@ -21,148 +17,24 @@ import copy
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
 from jfsdp import collectives, offload, offload_check, randomness
 from jfsdp import ema as averages
 from jfsdp.gpu import compiler_options
-from jfsdp.layout import Door, ParamLayout, Plan, UnitOptions, path_name
+from jfsdp.layout import ParamLayout, Plan, UnitOptions
+from jfsdp.loss import enter_params, loss_terms, own_key, settle_buffers, total_weights
 from jfsdp.mesh import REPLICA, SHARD
 from jfsdp.optim import Optimizer, global_norm, gradient_sums
-from jfsdp.order import Order
-from jfsdp.precision import LossScale, ScaleState, cast_floating, wide
-from jfsdp.unit import Regime, empty_slot, enter, track
-from jfsdp.wrap import take
-
-
-class Auxiliary(NamedTuple):
-    """A loss beside the main one, averaged on its own and logged under its own name."""
-
-    sum: Array
-    weight: Array
-    coefficient: float = 1.0
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("step", "skipped", "params", "opt_state", "key", "buffers", "scale", "ema"),
-    meta_fields=("plan",),
-)
-@dataclass(frozen=True)
-class TrainState:
-    """Everything that a run carries from step to step, sharded as the plan says. Donated to every step."""
-
-    step: Array
-    """Batches consumed, skipped ones included; int32."""
-    skipped: Array
-    """Steps whose gradients were not finite; int32. `step - skipped` updates were applied."""
-    params: Any
-    opt_state: Any
-    key: Array
-    """Typed random key; step k uses `fold_in(key, k)`."""
-    buffers: Any
-    """What the model keeps beside its parameters (batch statistics, counters, random streams), the same on every
-    device; `{}` when there is nothing."""
-    scale: ScaleState | None
-    """The loss scale; None where nothing is computed or reduced in float16."""
-    ema: Any
-    """The average of the trained parameters, float32, placed as they are; None without one. See `ema.py`."""
-    plan: Plan
-
-    @classmethod
-    def create(
-        cls,
-        params,
-        tx: optax.GradientTransformation,
-        plan: Plan | None = None,
-        *,
-        seed: int = 0,
-        buffers: Any = None,
-        loss_scale: LossScale | None = None,
-        ema: bool = False,
-    ) -> TrainState:
-        """A state at step 0 from a module that `fully_shard` was called on, or from stored parameters and their plan
-        (`plan.place` or `plan.create` make them). It takes the arrays: a module is no use afterwards, see `module`.
-
-        The optimizer's state is created sharded, for the trained parameters alone.
-
-        buffers: a pytree of arrays that the model reads and may write; None for what the plan knows of.
-        loss_scale: None is `LossScale()` where a parameter is computed or reduced in float16, else no scale.
-        ema: keep an average of the weights, which starts as the weights and moves as `train_step(ema=...)` says.
-        Raises: ValueError when a parameter is not placed as the plan says, two leaves share a buffer, or a trained
-            parameter is stored in float16.
-        """
-        if plan is None:
-            params, taken, plan = take(params)
-            buffers = taken if buffers is None else buffers
-        _check_placed(params, plan)
-        everywhere, rule = plan.sharding(PartitionSpec()), _loss_scale(plan, loss_scale)
-        step, skipped, key, scale = jax.jit(
-            lambda: (jnp.int32(0), jnp.int32(0), jax.random.key(seed), rule and ScaleState.start(rule)),
-            out_shardings=everywhere,
-        )()
-        buffers = plan.door.initial_buffers() if buffers is None else buffers
-        buffers = jax.tree.map(lambda b: jax.device_put(jnp.copy(b), everywhere), buffers)
-        average = averages.start(params, plan) if ema else None
-        state = cls(step, skipped, params, Optimizer(tx, plan).init(params), key, buffers, scale, average, plan)
-        check_separate_buffers(state)
-        return state
-
-    @classmethod
-    def abstract(
-        cls,
-        tx: optax.GradientTransformation,
-        plan: Plan,
-        *,
-        buffers: Any = None,
-        loss_scale: LossScale | None = None,
-        ema: bool = False,
-    ) -> TrainState:
-        """The shapes and shardings of a state, nothing allocated: for compiling a step that is not run."""
-
-        def struct(shape, dtype, sharding):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-        everywhere, rule = plan.sharding(PartitionSpec()), _loss_scale(plan, loss_scale)
-        params = plan.map(lambda leaf: struct(leaf.rest_shape, leaf.dtype, plan.rest_sharding(leaf)))
-        scalar = struct((), jnp.int32, everywhere)
-        key = struct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, everywhere)
-        buffers = plan.door.buffer_shapes() if buffers is None else buffers
-        buffers = jax.tree.map(lambda b: struct(b.shape, b.dtype, everywhere), buffers)
-        scale = rule and jax.tree.map(
-            lambda a: struct(a.shape, a.dtype, everywhere), jax.eval_shape(partial(ScaleState.start, rule))
-        )
-        average = averages.abstract(plan) if ema else None
-        return cls(scalar, scalar, params, Optimizer(tx, plan).abstract_state(), key, buffers, scale, average, plan)
-
-    def logical_params(self):
-        """The parameters in their logical shapes, sharded."""
-        return self.plan.unpad(offload.fetched(self.params))
-
-    def averaged_params(self):
-        """The average of the weights, stored as parameters are: for `eval_step`, an export, or
-        `replace(state, params=...)`. Frozen parameters are the state's own, so it is valid until the state is donated.
-
-        Raises: ValueError when the state keeps no average.
-        """
-        if self.ema is None:
-            raise ValueError("the state keeps no average of its weights. Use TrainState.create(..., ema=True).")
-        return averages.averaged(self.ema, self.params, self.plan)
-
-    def module(self, *, averaged: bool = False):
-        """A callable view of the current parameters, or of their average, for use outside the step; valid until the
-        state is donated."""
-        params = self.averaged_params() if averaged else self.params
-        return self.plan.door.outside(self.plan.unpad(offload.fetched(params)), self.buffers)
+from jfsdp.state import TrainState, check_separate_buffers
+from jfsdp.unit import Regime, empty_slot
 
 
 class TrainStep:
@@ -362,7 +234,7 @@ class TrainStep:
     def _local_gradients(self, params, buffers, batch, key, scale):
         plan, axes, n = self.plan, self.plan.placement.data_axes, self.accumulate
         micro = jax.tree.map(lambda a: a.reshape(n, a.shape[0] // n, *a.shape[1:]), batch)
-        keys = jax.random.split(_own_key(key, axes), n)
+        keys = jax.random.split(own_key(key, axes), n)
         terms = partial(loss_terms, self.loss, plan, plan.door)
         totals = total_weights(terms, plan, params, buffers, micro, keys, axes)
         weights = {
@@ -372,7 +244,7 @@ class TrainStep:
 
         def backward(held, buffers, batch, own_key, index, regime: Regime):
             def objective(slots):
-                entered = _enter(plan, params, slots, held, regime)
+                entered = enter_params(plan, params, slots, held, regime)
                 with randomness.examples(key, jax.lax.axis_index(axes) * n * rows + index * rows, rows):
                     parts, new = terms(entered, buffers, batch, own_key)
                 sums = {name: t.sum for name, t in parts.items()}
@@ -381,7 +253,8 @@ class TrainStep:
 
             slots = plan.map(lambda leaf: empty_slot(leaf, regime) if leaf.trainable else None)
             (_, (sums, new)), grads = jax.value_and_grad(objective, has_aux=True)(slots)
-            return {name: collectives.vary(s, axes) for name, s in sums.items()}, _settle(buffers, new, axes), grads
+            sums = {name: collectives.vary(s, axes) for name, s in sums.items()}
+            return sums, settle_buffers(buffers, new, axes), grads
 
         if n == 1:
             sums, buffers, grads = backward(None, buffers, _at(micro, 0), keys[0], 0, Regime())
@@ -484,7 +357,8 @@ def train_step(
     """Build `step(state, batch) -> (state, metrics)` for `loss(params, batch, key)`.
 
     loss: sees one device's rows of one micro-batch and gives `(sum, weight)`, or `(sum, weight, {name: Auxiliary})`,
-        or a scalar, which is the mean over its rows. The weight may depend on the batch only: Note [Sum and weight].
+        or a scalar, which is the mean over its rows. The weight may depend on the batch only: Note [Sum and weight] in
+        `loss.py`.
     accumulate: micro-batches per step.
     no_sync: keep whole unreduced gradients until the last micro-batch (one reduction per step, all of the gradient's
         bytes); False reduce-scatters each micro-batch into shards. Same result.
@@ -538,10 +412,10 @@ def eval_step(loss: Callable, plan: Plan) -> Callable:
     door = plan.door.evaluating()
 
     def local(params, batch, buffers):
-        entered = _enter(plan, params, None, None, Regime())
+        entered = enter_params(plan, params, None, None, Regime())
         rows, key = jax.tree.leaves(batch)[0].shape[0], jax.random.key(0)
         with randomness.examples(key, jax.lax.axis_index(axes) * rows, rows):
-            term = loss_terms(loss, plan, door, entered, buffers, batch, _own_key(key, axes))[0]["loss"]
+            term = loss_terms(loss, plan, door, entered, buffers, batch, own_key(key, axes))[0]["loss"]
         return collectives.total(term.sum, axes), collectives.total(term.weight, axes)
 
     sharded = jax.shard_map(
@@ -555,139 +429,6 @@ def eval_step(loss: Callable, plan: Plan) -> Callable:
     placed = (plan.rest_shardings, plan.batch_sharding, plan.sharding(everywhere))
     compiled = jax.jit(sharded, in_shardings=placed, compiler_options=options or None)
     return lambda params, batch, buffers=None: compiled(params, batch, {} if buffers is None else buffers)
-
-
-def loss_terms(loss: Callable, plan: Plan, door: Door, params, buffers, batch, key) -> tuple[dict[str, Auxiliary], Any]:
-    """Call a loss on tracked parameters; gives {"loss": ..., and auxiliary ones by name}, and the new buffers."""
-    seen = _cast_buffers(buffers, plan)
-    entered = door.enter(track(params), seen)
-    out = loss(entered, batch, key)
-    if not isinstance(out, tuple):
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        out = (out * rows, jnp.asarray(rows, out.dtype))
-    if len(out) not in (2, 3, 4):
-        raise TypeError(
-            f"the loss returned {len(out)} values. Return a mean, (sum, weight), (sum, weight, {{name: Auxiliary}}), "
-            "or the same and the new buffers."
-        )
-    total, weight, others, returned = (*out, *(None,) * (4 - len(out)))
-    others = dict(others or {})
-    if clash := set(others) & {"loss", "weight", "grad_norm", "skipped", "updates", "loss_scale", "bad"}:
-        raise ValueError(
-            f"an auxiliary loss is named {sorted(clash)}, which the step logs itself. Choose another name."
-        )
-    new = jax.tree.map(_store_buffer, buffers, seen, door.leave(entered, seen, returned))
-    return {"loss": Auxiliary(total, weight), **others}, new
-
-
-def total_weights(terms: Callable, plan: Plan, params, buffers, micro, keys, axes) -> dict[str, Array]:
-    """Total weight of each loss over all devices and micro-batches, without running the model.
-
-    Raises: ValueError when a weight depends on the parameters, on buffers or on random numbers.
-    """
-
-    def only_weights(params, buffers, key, batch):
-        with randomness.examples(key, jax.lax.axis_index(axes), jax.tree.leaves(batch)[0].shape[0]):
-            parts, _ = terms(params, buffers, batch, key)
-        return {name: jnp.asarray(t.weight, wide(t.sum.dtype)) for name, t in parts.items()}
-
-    known = (_enter(plan, params, None, None, Regime()), buffers, keys[0])
-    traced, shape = jax.make_jaxpr(only_weights, return_shape=True)(*known, _at(micro, 0))
-    jaxpr, used = pe.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    n_known = len(jax.tree.leaves(known))
-    if any(used[:n_known]):
-        raise ValueError(
-            "the weight of the loss depends on the parameters, on buffers or on random numbers. It must follow from "
-            "the batch alone (count its tokens or rows), because gradients are divided by its total before the "
-            "backward pass."
-        )
-
-    def count(batch):
-        leaves = [a for a, u in zip(jax.tree.leaves(batch), used[n_known:]) if u]
-        return [collectives.vary(w, axes) for w in jax.core.eval_jaxpr(jaxpr, traced.consts, *leaves)]
-
-    sums = [w.sum() for w in jax.lax.map(count, micro)]
-    return jax.tree.unflatten(jax.tree.structure(shape), [collectives.total(s, axes) for s in sums])
-
-
-def _cast_buffers(buffers, plan: Plan):
-    """Floating buffers in the `buffer_dtype` of their unit."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, b: cast_floating(b, plan.precision_of(path_name(path)).buffer_dtype), buffers
-    )
-
-
-def _store_buffer(stored: Array, seen: Array, new: Array) -> Array:
-    """A buffer in its stored dtype again: elements that are as they were seen are as they were stored, bitwise."""
-    if new is seen or seen.dtype == stored.dtype:
-        return stored if new is seen else new
-    return jnp.where(new == seen, stored, new.astype(stored.dtype)) if new.dtype == seen.dtype else new
-
-
-def _settle(old, new, axes: tuple[str, ...]):
-    """New buffers as every device must hold them: floating ones that differ between devices are averaged.
-
-    Raises: ValueError for a buffer that changed its shape or dtype, or holds integers that follow from the batch.
-    """
-    flat, tree = jax.tree_util.tree_flatten_with_path(old)
-
-    def one(path, before, after):
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise ValueError(
-                f"buffer {path_name(path)} came back as {after.dtype}{list(after.shape)} and went in as "
-                f"{before.dtype}{list(before.shape)}. A buffer keeps its shape and dtype from step to step."
-            )
-        if not jax.typeof(after).manual_axis_type.varying:
-            return after
-        if not jnp.issubdtype(after.dtype, jnp.floating):
-            raise ValueError(
-                f"buffer {path_name(path)} ({after.dtype}) differs between devices, because it follows from their "
-                "rows of the batch. Only floating buffers are averaged; sum counts over the batch in the loss instead."
-            )
-        return collectives.mean(after, axes)
-
-    return jax.tree.unflatten(tree, [one(path, b, a) for (path, b), a in zip(flat, tree.flatten_up_to(new))])
-
-
-def check_separate_buffers(state) -> None:
-    """Refuse a state in which two leaves share a device buffer: donating it would free the buffer twice.
-
-    Raises: ValueError naming both leaves.
-    """
-    seen: dict[tuple, str] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        for shard in data.addressable_shards:
-            where = (shard.device.id, shard.data.unsafe_buffer_pointer())
-            if shard.data.nbytes and seen.setdefault(where, name) != name:
-                raise ValueError(
-                    f"{seen[where]} and {name} share one buffer, and the step donates both. "
-                    "Copy one of them (jnp.copy) first."
-                )
-
-
-def _loss_scale(plan: Plan, asked: LossScale | None) -> LossScale | None:
-    """The rule of the loss scale: what was asked for, or the default where float16 needs one."""
-    if stored := [leaf.path for leaf in plan.leaves if leaf.trainable and leaf.dtype == jnp.float16]:
-        raise ValueError(
-            f"{stored[0]} is trained and stored in float16, where updates and unscaled gradients vanish. Store it in "
-            "float32 and compute in float16 with MixedPrecision(param_dtype='fp16')."
-        )
-    is_half = any(jnp.float16 in (leaf.param_dtype, leaf.reduce_dtype) for leaf in plan.leaves)
-    return LossScale() if asked is None and is_half else asked
-
-
-def _enter(plan: Plan, params, slots, held, regime: Regime):
-    tree = jax.tree.structure(plan.layouts)
-    absent = [None] * len(plan.leaves)
-    # Not `tree.leaves`: None is a frozen parameter's slot here, and a node of the caller's own pytree there.
-    flat = [absent if t is None else tree.flatten_up_to(t) for t in (params, slots, held)]
-    order = Order(plan.prefetch)
-    # Layers of a stack are fetched from the host one by one, by the gather.
-    flat[0] = [w if leaf.layers is not None else offload.to_device(w) for leaf, w in zip(plan.leaves, flat[0])]
-    entered = [enter(w, slot, h, leaf, regime, order) for leaf, w, slot, h in zip(plan.leaves, *flat)]
-    return jax.tree.unflatten(tree, entered)
 
 
 def _finish(grad: Array, leaf: ParamLayout, options: UnitOptions | None) -> Array:
@@ -718,21 +459,5 @@ def _without_padding(shard: Array, leaf: ParamLayout) -> Array:
     return jnp.where(row < leaf.shape[leaf.dim], shard, 0)
 
 
-def _own_key(key: Array, axes: tuple[str, ...]) -> Array:
-    """A key of this device's own, so that no two devices draw the same numbers."""
-    return jax.random.fold_in(key, jax.lax.axis_index(axes))
-
-
 def _at(tree, i: int):
     return jax.tree.map(lambda a: a[i], tree)
-
-
-def _check_placed(params, plan: Plan) -> None:
-    for leaf, w in zip(plan.leaves, jax.tree.leaves(params), strict=True):
-        wanted = plan.rest_sharding(leaf)
-        if tuple(w.shape) != leaf.rest_shape or not w.sharding.is_equivalent_to(wanted, w.ndim):
-            raise ValueError(
-                f"{leaf.path}: got {tuple(w.shape)} placed as {w.sharding}, "
-                f"the plan stores {leaf.rest_shape} as {leaf.rest_spec}. "
-                "Place parameters with plan.place(params), or create them with plan.create(init)."
-            )

@@ -19,7 +19,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.layout import ParamLayout, Plan
-from jfsdp.step import TrainState, TrainStep
+from jfsdp.offload import fetched
+from jfsdp.state import TrainState
+from jfsdp.step import TrainStep
 
 
 def summon_full_params(state: TrainState, paths: str | Sequence[str] = "*", *, averaged: bool = False) -> FullTensors:
@@ -61,7 +63,7 @@ def write_full_params(state: TrainState, values: Mapping[str, Any]) -> TrainStat
         if leaf.path not in chosen:
             return stored
         layered, sharding = leaf.layers is not None, plan.sharding(leaf.rest_spec)
-        stored = _copy(sharding)(stored)
+        stored = _copy(sharding)(fetched(stored))
         for name in chosen[leaf.path]:
             value = np.asarray(values[name]).astype(leaf.dtype)
             shape = leaf.rest_shape[1:] if layered else leaf.rest_shape
@@ -71,7 +73,7 @@ def write_full_params(state: TrainState, values: Mapping[str, Any]) -> TrainStat
             placed = jax.make_array_from_callback(shape, plan.sharding(spec), lambda index, v=value: v[index])
             stored = insert_layer(sharding)(stored, placed, found[name][1]) if layered else _copy(sharding)(placed)
             jax.block_until_ready(stored)  # or host copies would pile up
-        return stored
+        return jax.device_put(stored, plan.rest_sharding(leaf))
 
     return replace(state, params=plan.map(one, state.params))
 

@@ -24,7 +24,7 @@ from jfsdp.gpu import GPUS
 from jfsdp.layout import ParamLayout, Plan, UnitOptions
 from jfsdp.mesh import REPLICA, SHARD
 from jfsdp.metrics import Record, Throughput, in_words
-from jfsdp.step import TrainState
+from jfsdp.state import TrainState
 from jfsdp.vocab import STREAM_ABOVE
 
 _TITLE = dict(title_justify="left", title_style="bold cyan")

@@ -114,8 +114,9 @@ class Sharded(Unavailable):
         """
         if self.held is not None and (self.once.taken or self.once.level != level()):
             raise NotImplementedError(
-                f"{self.layout.path} goes through a stack more than once, or inside a loop or jax.checkpoint, in a step "
-                "that accumulates micro-batches. Use accumulate=1 with a larger batch, or give each pass its own layers."
+                f"{self.layout.path} goes through a stack more than once, or inside a loop or jax.checkpoint, in a "
+                "step that accumulates micro-batches. Use accumulate=1 with a larger batch, or give each pass its own "
+                "layers."
             )
         self.once.taken = True
         return self.held

@@ -14,6 +14,8 @@ from types import TracebackType
 
 from jfsdp import processes
 
+_SPEAK_S = 5
+
 
 class Watchdog:
     """Ends the process with exit code 1 when `beat` has not been called for `seconds`; None never does.
@@ -65,4 +67,5 @@ class Watchdog:
             flush=True,
         )
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        time.sleep(_SPEAK_S)  # who leaves takes the others along, and their time is up at nearly the same moment
         processes.leave(1)

@@ -25,7 +25,8 @@ from jfsdp.layout import Plan
 from jfsdp.mesh import REPLICA, SHARD, parse_mesh
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
-from jfsdp.step import TrainState, TrainStep, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import TrainStep, train_step
 from jfsdp.wrap import plan_module
 
 OPTIMIZERS = {

@@ -40,7 +40,6 @@ from jfsdp.strategy import ShardingStrategy
 from jfsdp.unit import Unavailable, call_uncast, is_sharded, unshard
 from jfsdp.vocab import Embed, Head
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -173,8 +172,8 @@ def plan_of(module: nnx.Module, make_model: Callable[[], nnx.Module] | None = No
     if len(units) == 1:
         total = sum(v.get_value().size * v.get_value().dtype.itemsize for v in variables.values())
         _log.warning(
-            "the whole model is one unit of %s bytes, gathered at once: call fully_shard on its blocks first, or give an "
-            "auto_wrap_policy.",
+            "the whole model is one unit of %s bytes, gathered at once: call fully_shard on its blocks first, or give "
+            "an auto_wrap_policy.",
             f"{total:,}",
         )
     return make_plan(

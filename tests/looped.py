@@ -7,7 +7,8 @@ from flax import nnx
 
 from jfsdp.order import Prefetch
 from jfsdp.precision import MixedPrecision
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.wrap import fully_shard, plan_of
 
 WIDTH, ROWS = 4096, 4096

@@ -1,6 +1,6 @@
 """train.py with a fault: process PROCESS fails or gets a signal when it reads batch BATCH, from 0, and notes the time.
 
-`python -m jfsdp.launch --nproc 2 -m tests.process_faults PROCESS BATCH kill|later|raise|stop OPTIONS`
+`python -m jfsdp.launch --nproc 2 -m tests.process_faults PROCESS BATCH hang|kill|later|raise|stop OPTIONS`
 """
 
 import os
@@ -14,6 +14,12 @@ from pathlib import Path
 import train
 from jfsdp import data
 
+
+def sleep_forever() -> None:
+    while True:
+        time.sleep(60)
+
+
 if __name__ == "__main__":
     process, number, how, *options = sys.argv[1:]
     read = data.Batches.__next__
@@ -21,6 +27,8 @@ if __name__ == "__main__":
     def read_or_fail(batches):
         if os.environ["RANK"] == process and batches.step == int(number):
             Path(options[3]).with_name("fault").write_text(str(time.time()))
+            if how == "hang":
+                sleep_forever()
             if how == "raise":
                 raise ValueError("the disk is gone")
             end = lambda: os.kill(os.getpid(), signal.SIGTERM if how == "stop" else signal.SIGKILL)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp import cli, processes
-from jfsdp.checkpoint import save_consolidated
+from jfsdp.consolidated import save_consolidated
 from jfsdp.layout import make_plan
 
 

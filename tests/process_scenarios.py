@@ -19,10 +19,12 @@ from jax.experimental import multihost_utils
 from jfsdp import audit, cli, data, processes
 from jfsdp.checkpoint import Checkpoints, restore
 from jfsdp.layout import make_plan
+from jfsdp.loss import Auxiliary
 from jfsdp.mesh import make_mesh
 from jfsdp.metrics import Throughput, record
 from jfsdp.randomness import example_keys
-from jfsdp.step import Auxiliary, TrainState, eval_step, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import eval_step, train_step
 from jfsdp.unit import unshard
 from tests.support import UNITS, toy_batch, toy_loss, toy_params
 from train import place

@@ -16,7 +16,8 @@ from jfsdp.mesh import make_mesh, parse_mesh
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, TrainStep, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import TrainStep, train_step
 from jfsdp.unit import call, unshard
 
 UNITS = {"blocks": UnitOptions(stacked=True), "head": UnitOptions()}

@@ -25,18 +25,17 @@ from jfsdp.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
     SaveError,
-    consolidate,
-    load_consolidated,
     open_checkpoint,
     restore,
-    save_consolidated,
 )
+from jfsdp.consolidated import consolidate, load_consolidated, save_consolidated
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.offload import OffloadPolicy
 from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.randomness import example_keys
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import unshard
 
 from .support import HYBRID, PLAIN, bitwise_equal, submesh
@@ -87,7 +86,7 @@ def make_step(mesh, strategy=None, moment=None, **options):
 
 def values(state):
     """Every leaf in its logical shape, by name, as NumPy."""
-    arrays = checkpoint._arrays(state, state.plan)
+    arrays = checkpoint.named_arrays(state, state.plan)
     return {n: np.array(v)[tuple(map(slice, arrays.shapes[n]))] for n, v in arrays.values.items()}
 
 
@@ -247,7 +246,9 @@ def test_average_is_saved_restored_and_exported_in_its_own_shapes(tmp_path):
 
 def test_offloaded_state_comes_back_into_host_memory(tmp_path, run):
     params = make_params()
-    options = dict(units={"blocks": UnitOptions(stacked=True)}, offload_policy=OffloadPolicy(params=True, opt_state=True))
+    options = dict(
+        units={"blocks": UnitOptions(stacked=True)}, offload_policy=OffloadPolicy(params=True, opt_state=True)
+    )
     plan = make_plan(params, submesh("1x8"), **options)
     wanted = TrainState.abstract(optimizer(), plan)
     state = restore(run[0], wanted)
@@ -300,7 +301,7 @@ def test_metadata_says_what_was_saved_and_inspect_shows_it(saved, capsys):
     assert found.strategy == ("FULL_SHARD" if options["mesh"] == "1x8" else "HYBRID_SHARD")
     assert found.generator == {"jax_default_prng_impl": "threefry2x32", "jax_threefry_partitionable": True}
     assert {n: leaf.shape for n, leaf in found.leaves.items()} == {n: v.shape for n, v in want.items()}
-    checkpoint.inspect_command(folder)
+    assert checkpoint.inspect_command([str(folder)]) == 0
     said = capsys.readouterr().out
     assert "params.uneven.u13" in said and "13 x 6" in said and found.strategy in said and "threefry2x32" in said
 
@@ -550,7 +551,7 @@ def test_no_good_checkpoint_is_an_error_and_no_fresh_start(copy):
     assert path.exists()  # nothing was renamed
 
 
-def test_foreign_folder_is_refused(tmp_path):
+def test_foreign_folder_is_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty is no checkpoint of jfsdp and holds none"):
         open_checkpoint(tmp_path / "empty")
@@ -562,6 +563,8 @@ def test_foreign_folder_is_refused(tmp_path):
     (tmp_path / "jfsdp.json").write_text('{"format": "jfsdp-checkpoint-2", "versions": {"jfsdp": "9"}}')
     with pytest.raises(DamagedCheckpoint, match="jfsdp-checkpoint-2 is of another version of jfsdp"):
         open_checkpoint(tmp_path)
+    assert checkpoint.inspect_command([str(tmp_path)]) == 2
+    assert "jfsdp inspect: error" in capsys.readouterr().err
 
 
 # Another model

@@ -16,7 +16,7 @@ from jfsdp.layout import UnitOptions
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState
+from jfsdp.state import TrainState
 from jfsdp.unit import call
 from jfsdp.vocab import cross_entropy, embed
 from tests.support import HYBRID, PLAIN, compile_step, shape, submesh, toy_batch, toy_loss, toy_params

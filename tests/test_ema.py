@@ -10,7 +10,8 @@ import pytest
 
 from jfsdp.layout import make_plan
 from jfsdp.precision import LossScale, MixedPrecision
-from jfsdp.step import TrainState, check_separate_buffers, eval_step, train_step
+from jfsdp.state import TrainState, check_separate_buffers
+from jfsdp.step import eval_step, train_step
 from jfsdp.unit import unshard
 from tests.support import HYBRID, PLAIN, bitwise_equal, submesh
 

@@ -14,7 +14,8 @@ import pytest
 
 from jfsdp import gpu
 from jfsdp.layout import UnitOptions, make_plan
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import call
 from tests.support import shape
 

@@ -12,7 +12,8 @@ from flax import nnx
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import call, unshard
 from jfsdp.wrap import fully_shard
 from tests.support import HYBRID, PLAIN, submesh

@@ -14,7 +14,8 @@ from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.live import live_bytes
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import unshard
 from tests.support import compile_step, shape, submesh
 

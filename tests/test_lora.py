@@ -13,7 +13,8 @@ from jfsdp.huggingface import load_pretrained, save_adapter, save_pretrained
 from jfsdp.lora import LoraOptions, add_lora, parse_lora
 from jfsdp.safetensors import read_safetensors
 from jfsdp.stack import Stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.wrap import plan_module
 from models import gpt2, llama
 from tests.support import assert_close, submesh

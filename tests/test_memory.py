@@ -16,7 +16,8 @@ from jfsdp import audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import eval_step, train_step
 from jfsdp.unit import unshard
 from tests.support import compile_step, shape, submesh
 

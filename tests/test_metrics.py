@@ -14,7 +14,8 @@ from rich.console import Console
 from jfsdp import metrics
 from jfsdp.layout import make_plan
 from jfsdp.metrics import JsonLines, Screen, TensorBoard, Throughput, describe, in_words, record
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import unshard
 
 from .support import submesh

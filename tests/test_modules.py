@@ -16,7 +16,8 @@ from jfsdp.layout import UnitOptions
 from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import Stack
-from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import eval_step, train_step
 from jfsdp.tables import sharding_table
 from jfsdp.wrap import fully_shard, init_sharded, plan_of, register_fsdp_forward_method
 from tests.support import assert_close, submesh

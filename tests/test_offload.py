@@ -15,7 +15,8 @@ from jfsdp import gpu, offload, offload_check
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.offload import BLOCK_INPUT, HOST, CPUOffloadPolicy, OffloadActivations, OffloadPolicy
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import eval_step, train_step
 from tests.support import (
     HYBRID,
     PLAIN,

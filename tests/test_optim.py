@@ -9,7 +9,8 @@ import pytest
 
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.optim import Optimizer, label_params
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import unshard
 from tests.support import HYBRID, PLAIN, assert_close, submesh
 

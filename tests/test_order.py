@@ -12,7 +12,8 @@ import pytest
 from jfsdp import audit, gpu, order
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.order import Order, Prefetch
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import call
 from tests.support import assert_close, submesh, train_alone
 

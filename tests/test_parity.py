@@ -14,7 +14,8 @@ import pytest
 
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import call, unshard
 from tests.support import (
     HYBRID,

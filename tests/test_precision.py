@@ -10,7 +10,8 @@ from flax import nnx
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision, parse_dtype
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import call, unshard
 from jfsdp.vocab import cross_entropy, embed
 from jfsdp.wrap import fully_shard

@@ -5,8 +5,10 @@ import logging
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -136,6 +138,40 @@ def test_gpus_are_dealt_out_to_the_processes_of_a_host(visible, local, extra, de
     group = Group(source="a test", count=8, local_index=local[0], local_count=local[1], **extra)
     assert local_devices(group, {"CUDA_VISIBLE_DEVICES": visible}) == devices
     assert local_devices(group, {"CUDA_VISIBLE_DEVICES": visible, "JAX_LOCAL_DEVICE_IDS": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("is_taken", "code", "message"),
+    [
+        (
+            False,
+            1,
+            r"process 0 of 2: error: did not meet the others at 127.0.0.1:(\d+) within 1 s. Check that all 2 run",
+        ),
+        (True, 3, r"process 0 of 2 cannot listen at 127.0.0.1:(\d+): .* Give another port."),
+    ],
+    ids=["nobody comes", "port taken"],
+)
+def test_a_meeting_that_fails_says_where_it_was(is_taken, code, message):
+    script = """
+        import sys
+        from jfsdp.processes import Group, connect
+        try:
+            connect(Group(source="a test", count=2, index=0, coordinator=f"127.0.0.1:{sys.argv[1]}"), timeout_s=1)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            sys.exit(3)
+    """
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::", 0))
+        port = str(taken.getsockname()[1])
+        if is_taken:
+            taken.listen()
+        else:
+            taken.close()
+        command = [sys.executable, "-c", textwrap.dedent(script), port]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and re.search(message, done.stderr)[1] == port
 
 
 def test_gpus_that_cannot_be_dealt_out_are_refused():
@@ -372,6 +408,16 @@ def test_one_process_whose_data_fails_ends_all(options, tmp_path):
     assert seconds_since_the_fault(tmp_path) < 60 and done.returncode == 1
     first = next(line for line in done.stderr.splitlines() if line.startswith("jfsdp.launch"))
     assert "process 0 failed with exit code 1" in first and "ending process 1" in first
+
+
+@pytest.mark.slow
+def test_one_process_that_hangs_ends_all_with_its_stacks(options):
+    """Nothing raises, so only the clock can tell: every process says where it stands."""
+    done = launch(2, "-m", "tests.process_faults", "1", "3", "hang", *options, "--hang-timeout", "60")
+    assert done.returncode == 1
+    for index in range(2):
+        assert f"process {index} of 2: error: nothing was done for 60 s, the last was step 3." in done.stderr
+    assert re.search(r"^\[1\] .* in sleep_forever$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.slow

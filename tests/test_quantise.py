@@ -11,7 +11,8 @@ from jfsdp import collectives, quantise
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import call, unshard
 from tests.support import assert_close, bitwise_equal, compile_step, shape, submesh
 

@@ -9,7 +9,8 @@ import pytest
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import LossScale, MixedPrecision, ScaleState
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import unshard
 from tests.support import assert_close, bitwise_equal, submesh
 

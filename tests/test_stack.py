@@ -15,7 +15,8 @@ from jfsdp import audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.schedule import Schedule
 from jfsdp.stack import Stack, checkpointed, run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import unshard
 from tests.support import assert_close, submesh, train_alone, train_sharded
 

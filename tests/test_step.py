@@ -14,9 +14,11 @@ import optax
 import pytest
 
 from jfsdp.layout import UnitOptions, make_plan
+from jfsdp.loss import Auxiliary
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
-from jfsdp.step import Auxiliary, TrainState, check_separate_buffers, train_step
+from jfsdp.state import TrainState, check_separate_buffers
+from jfsdp.step import train_step
 from jfsdp.unit import unshard
 from tests.support import HYBRID, PLAIN, assert_close, bitwise_equal, compile_step, shape, submesh
 

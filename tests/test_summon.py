@@ -7,7 +7,8 @@ import pytest
 
 from jfsdp import summon
 from jfsdp.layout import make_plan
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.summon import FullTensors, summon_full_gradients, summon_full_params, write_full_params
 from tests.support import HYBRID, PLAIN, UNITS, bitwise_equal, submesh, toy_batch, toy_loss, toy_params, train_alone
 

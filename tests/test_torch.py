@@ -25,7 +25,8 @@ from jfsdp.layout import UnitOptions
 from jfsdp.mesh import parse_mesh
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import call, unshard
 from jfsdp.wrap import init_sharded
 from models import llama
@@ -248,3 +249,28 @@ def test_a_step_makes_as_many_collectives_as_fsdp2(name):
         # JAX 0.10.2 drops the barrier on a CPU, and the root's two gathers, one right after the other, become one.
         ours["all-gather"] += 1
     assert ours == case.expected
+
+
+# ------------------------------------------------------------------------------------------ the same words
+
+ASK = """
+import inspect, json
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+
+def names(thing):
+    return [name for name in (vars(thing) if isinstance(thing, type) else inspect.signature(thing).parameters)
+            if name not in ("self", "args", "kwargs") and not name.startswith("_")]
+
+print(json.dumps([names(FullyShardedDataParallel.__init__), names(FullyShardedDataParallel), names(fully_shard),
+                  names(FSDPModule)]))
+"""
+
+
+def test_the_readme_has_every_argument_and_method_of_pytorch():
+    asked = subprocess.run([PYTHON, "-c", ASK], capture_output=True, text=True, check=True).stdout
+    page = (ROOT / "README.md").read_text().split("### Every argument and method")[1].split("\n### ")[0]
+    words = {word for row in page.splitlines() for word in row.split("|")[1:2]}
+    known = {name for cell in words for name in cell.replace(",", " ").replace("`", " ").split()}
+    wanted = {name for names in json.loads(asked) for name in names}
+    assert {"reshard_after_forward", "summon_full_params", "set_all_reduce_hook"} <= wanted
+    assert wanted - known == set()

@@ -12,7 +12,8 @@ from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
-from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import eval_step, train_step
 from jfsdp.unit import call, unshard
 from tests.support import assert_close, bitwise_equal, submesh, train_alone, train_sharded
 

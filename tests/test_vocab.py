@@ -9,7 +9,8 @@ from flax import nnx
 
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision
-from jfsdp.step import TrainState, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import train_step
 from jfsdp.unit import enter
 from jfsdp.vocab import SLICE_ROWS, Embed, Head, cross_entropy, embed, exchanges
 from jfsdp.vocab import _Streamed as Streamed

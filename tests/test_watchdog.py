@@ -8,6 +8,7 @@ import time
 import pytest
 
 from jfsdp import processes
+from jfsdp import watchdog as watchdog_module
 from jfsdp.watchdog import Watchdog
 
 
@@ -47,6 +48,7 @@ def test_a_hang_that_holds_the_interpreter_ends_too():
 def test_what_beats_goes_on(monkeypatch):
     ended = []
     monkeypatch.setattr(processes, "leave", ended.append)
+    monkeypatch.setattr(watchdog_module, "_SPEAK_S", 0)
     with Watchdog(0.5) as watchdog:
         for number in range(8):
             time.sleep(0.1)

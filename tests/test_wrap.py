@@ -9,7 +9,8 @@ from flax import nnx
 
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import Stack
-from jfsdp.step import TrainState, eval_step, train_step
+from jfsdp.state import TrainState
+from jfsdp.step import eval_step, train_step
 from jfsdp.unit import is_sharded
 from jfsdp.vocab import Embed, Head
 from jfsdp.wrap import init_sharded, plan_module
