@@ -21,7 +21,8 @@ def test_there_are_examples_of_both_doors():
 
 
 @pytest.mark.parametrize("source", EXAMPLES, ids=lambda source: re.search(r"import (\S+)", source)[1].strip(","))
-def test_example_runs_and_prints_finite_numbers(source, capsys):
+def test_example_runs_and_prints_finite_numbers(source, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if "equinox" in source:
         pytest.importorskip("equinox", reason="Equinox is not installed")
     exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
