@@ -23,17 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import Literal
 
-_CALLS = (
-    "pjit",
-    "jit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "remat2",
-    "checkpoint",
-    "remat",
-)
+_LOOPS = ("scan", "while", "cond")
 _KERNELS = ("dot_general", "scan", "while", "cond", "sort", "gather", "scatter", "scatter-add", "conv_general_dilated")
 _VIEWS = ("reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "pvary", "pcast", "copy")
 
@@ -141,8 +131,8 @@ class _Program:
         for e in jaxpr.eqns:
             ins = tuple(self._read(v, env) for v in e.invars)
             inner = next((e.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in e.params), None)
-            if e.primitive.name in _CALLS and inner is not None:
-                inner = getattr(inner, "jaxpr", inner)
+            inner = getattr(inner, "jaxpr", inner)
+            if e.primitive.name not in _LOOPS and inner is not None and len(inner.invars) == len(ins):  # a call
                 outs = self._run(inner, dict(zip(inner.invars, ins)))
             else:
                 outs = self._apply(e, ins)
