@@ -283,15 +283,14 @@ class _Handler(ocp.AsyncCheckpointHandler):
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._staging: store.Staging = {}
         self._leaves: dict[str, Leaf] = {}
         self._metadata: Metadata | None = None
 
     async def async_save(self, directory, args: _SaveArgs):
-        """Copy to host memory, so that the state may be donated; the rest goes on behind the training."""
+        """Bring it to host memory, so that the state may be donated; the rest goes on behind the training."""
         hashes = store.content_hashes(args.arrays.values, args.arrays.shapes)
         is_local = args.metadata.kind == "local"
-        host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local, staging=self._staging)
+        host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local)
         self._leaves, self._metadata = args.arrays.leaves, args.metadata
         return [self._pool.submit(self._write, Path(directory), host, hashes, is_local)]
 
@@ -325,10 +324,6 @@ class _Handler(ocp.AsyncCheckpointHandler):
 
     def restore(self, directory, *args, **kwargs):
         raise NotImplementedError("restored by the function restore of this file")
-
-    def forget(self) -> None:
-        """Leave what a failed write may still read to it."""
-        self._staging = {}
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -672,7 +667,6 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> SaveError:
         step, self._pending, self._last = self._pending, None, None
-        self._handler.forget()
         steps = self.steps()
         rest = f"The newest complete one is of step {steps[-1]}." if steps else "There is no complete one."
         return SaveError(

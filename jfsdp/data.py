@@ -606,6 +606,26 @@ def evaluation_batches(
     return (_read(dataset, order.batch(step)[rows]) for step in range(order.batches_per_epoch))
 
 
+def padded_length(length: int, longest: int) -> int:
+    """The length that sequences of `length` are padded to: 8, 16, 32, ... up to `longest`, which always counts.
+
+    A step is compiled once for each length that it meets, so batches of any length cost a handful of compilations.
+    Raises: ValueError for a sequence longer than `longest`.
+    """
+    _check_count("length", length, 1, "it counts the tokens of a sequence")
+    if length > longest:
+        raise ValueError(f"a sequence has {length} tokens, more than {longest}. Cut it, or allow longer ones.")
+    return min(longest, max(8, 1 << (length - 1).bit_length()))
+
+
+def pad_sequences(batch: Row, longest: int) -> Row:
+    """A batch of `[rows, length]` arrays, with zeros up to `padded_length` on the right; a weight of 0 is padding."""
+    return {
+        name: np.pad(values, [(0, 0), (0, padded_length(values.shape[1], longest) - values.shape[1])])
+        for name, values in batch.items()
+    }
+
+
 def check_batch(batch_size: int, *, devices: int, accumulate: int = 1) -> int:
     """The sequences of one device in one micro-batch; `batch_size` counts those of a whole optimizer step.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +49,22 @@ class Timing:
     tokens_per_s_per_device: float | None = None
 
 
+_compiled: Counter[str] = Counter()
+
+
+def compilations(function: str) -> int:
+    """How many programs JAX has compiled, since the first call of this, for jitted functions of that name."""
+    if not _compiled:
+        _compiled[""] = 1  # listen once
+        jax.monitoring.register_event_duration_secs_listener(_hear)
+    return _compiled[f"jit({function})"]
+
+
+def _hear(event: str, _: float, **details: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled[details.get("fun_name", "")] += 1
+
+
 class Throughput:
     """The clock of a run on `devices` devices. See Note [Time of a step]."""
 
@@ -58,6 +74,12 @@ class Throughput:
         self._tokens, self._seconds = 0.0, 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=window)
         self.waited_s, self._steps = 0.0, 0
+        self._compiled = compilations("_step")
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled for the step since the clock was made: one for each shape of batches."""
+        return compilations("_step") - self._compiled
 
     def waits(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches; the time until each is there adds up in `waited_s`, the first one's apart."""

@@ -72,40 +72,27 @@ def is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-Staging = dict[tuple, np.ndarray]
-"""Host memory of the last save, to be used again: new memory costs several times the copy into it."""
-
-
 def to_host(
-    arrays: Mapping[str, jax.Array],
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    every: bool = False,
-    staging: Staging | None = None,
+    arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]], *, every: bool = False
 ) -> list[HostArray]:
-    """Copy this process's shards to host memory, without padding; afterwards the arrays may be donated.
+    """This process's shards in host memory, without padding; afterwards the arrays may be donated.
+
+    On CPUs it is the devices' own memory: where a donated buffer is looked at by NumPy, XLA computes into a new one.
 
     shapes: logical shapes. every: also shards whose first copy another process holds.
     """
     for array in arrays.values():
         array.copy_to_host_async()
-    staging = {} if staging is None else staging
-    return [_host_array(name, array, shapes[name], every, staging) for name, array in arrays.items()]
+    return [_host_array(name, array, shapes[name], every) for name, array in arrays.items()]
 
 
-def _host_array(name: str, array: jax.Array, shape: tuple[int, ...], every: bool, staging: Staging) -> HostArray:
+def _host_array(name: str, array: jax.Array, shape: tuple[int, ...], every: bool) -> HostArray:
     pieces: dict[tuple, Piece] = {}
     for shard in array.addressable_shards:
         where = _inside(shard.index, shape)
         place = tuple((s.start, s.stop) for s in where)
         if (every or shard.replica_id == 0) and place not in pieces and all(a < b for a, b in place):
             values = np.asarray(shard.data)[tuple(slice(b - a) for a, b in place)]
-            if shard.device.platform == "cpu":  # then this is a view of the device's own memory
-                own = staging.get((name, place))
-                if own is None or own.shape != values.shape or own.dtype != values.dtype:
-                    own = staging[name, place] = np.empty_like(values, order="C")
-                np.copyto(own, values)
-                values = own
             pieces[place] = Piece(where, np.asarray(values, order="C"))
     return HostArray(name, shape, array.dtype, array.sharding.shard_shape(array.shape), list(pieces.values()))
 

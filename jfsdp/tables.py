@@ -172,7 +172,8 @@ def summary(job: Job, losses: Sequence[float], last: Record, throughput: Through
     if (rate := throughput.mean) is not None:
         each = rate / throughput.devices
         lines["speed"] = f"{rate:,.0f} tokens/s, {each:,.0f} a device, {_flops_words(job, each)}"
-    lines["compile"] = f"{throughput.compile_s:.1f} s, the first step included"
+    programs = f"{throughput.compilations} program{'s' * (throughput.compilations != 1)}"
+    lines["compile"] = f"{throughput.compile_s:.1f} s, the first step included; {programs}"
     if last["step"] < c.training.steps:
         lines["stopped"] = "by Ctrl-C or SIGTERM, between two steps"
     lines["go on"] = "--steps 1000 trains longer, --data FOLDER reads your text, --help tells of all"
