@@ -1,5 +1,7 @@
 """Quantised gathers: the format, the bytes on the wire, equal weights everywhere, gradients straight through."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,14 +9,14 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jfsdp import collectives, quantise
+from jfsdp import audit, collectives, quantise
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import run_stack
 from jfsdp.state import TrainState
 from jfsdp.step import train_step
 from jfsdp.unit import call, unshard
-from tests.support import assert_close, bitwise_equal, compile_step, shape, submesh
+from tests.support import assert_close, bitwise_equal, shape, submesh
 
 CODES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 UNITS = {"blocks": UnitOptions(stacked=True), "head": UnitOptions()}
@@ -28,6 +30,12 @@ def rounded(shard, name):
     codes = np.divide(blocks, scale, where=scale > 0, out=np.zeros_like(blocks))
     codes = np.rint(codes) if name == "int8" else codes.astype(CODES["fp8"])
     return (codes.astype(np.float32) * scale).reshape(-1)[: flat.size].reshape(np.shape(shard))
+
+
+@cache
+def train(wire_dtype=None, **options):
+    """`run` on the deep model."""
+    return run(VALUES, wire_dtype, **options)
 
 
 def run(values, wire_dtype=None, strategy=None, mesh="1x8", reshard=None, loss=None, steps=1, compute=None, **options):
@@ -124,8 +132,8 @@ class TestTraining:
     @pytest.mark.parametrize(("name", "off"), [("int8", 0.02), pytest.param("fp8", 0.06, marks=pytest.mark.slow)])
     def test_it_follows_the_unrounded_run(self, name, off):
         """Of a weight near the largest of its block int8 keeps 1/254 and fp8 1/16, of smaller ones less."""
-        want, metrics = run(VALUES, steps=5)
-        got, quantised = run(VALUES, name, steps=5)
+        want, metrics = train(steps=5)
+        got, quantised = train(name, steps=5)
         assert float(quantised["loss"]) != float(metrics["loss"])
         assert float(quantised["loss"]) == pytest.approx(float(metrics["loss"]), rel=off)
         assert_close(got, want, off)
@@ -142,7 +150,7 @@ class TestTraining:
     )
     def test_backward_computes_with_the_weights_of_forward(self, other):
         """Gathered again, kept, or gathered from larger pieces of the rounded weights: the same gradients."""
-        assert_close(run(VALUES, "int8", **other)[0], run(VALUES, "int8")[0], 1e-5)
+        assert_close(train("int8", **other)[0], train("int8")[0], 1e-5)
 
     def test_small_parameters_are_exempt(self):
         """Scales of 128 elements a layer stay as they are, so a loss that reads them alone is bitwise the same."""
@@ -161,8 +169,9 @@ def test_the_wire_carries_half_of_bf16(name):
     gathers = {}
     for wire in (None, name):
         precision = MixedPrecision(param_dtype="bf16", gather_dtype=wire)
-        got = compile_step(deep, params, {"x": shape(16, 128)}, "1x8", units=UNITS, precision=precision)
-        gathers[wire] = [c for c in got.asked if c.kind == "all-gather"]
+        plan, tx = make_plan(params, submesh("1x8"), units=UNITS, precision=precision), optax.sgd(0.1)
+        lowered = train_step(deep, tx, plan).lower(TrainState.abstract(tx, plan), {"x": shape(16, 128)})
+        gathers[wire] = [c for c in audit.lowered_collectives(lowered, plan.mesh) if c.kind == "all-gather"]
     large = {w: [c for c in gathers[w] if c.received_bytes() > 2 * 128 * 8] for w in gathers}
     assert {c.dtype for c in large[None]} == {"bfloat16"} and {c.dtype for c in large[name]} == {"uint8"}
     assert len(large[name]) == len(large[None]) and len(gathers[name]) == len(gathers[None])
