@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -222,6 +223,8 @@ def connect(group: Group | None = None, *, timeout_s: int = 300) -> Group:
     if group.count == 1:
         return group
     devices = local_devices(group)
+    if group.index == 0:
+        _check_port(group)
 
     def give_up() -> None:
         print(
@@ -245,15 +248,20 @@ def connect(group: Group | None = None, *, timeout_s: int = 300) -> Group:
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=HEARTBEAT_S,
         )
-    except jax.errors.JaxRuntimeError as error:
-        raise RuntimeError(
-            f"process {group.index} of {group.count} cannot listen at {group.coordinator}: {error}. Give another port."
-        ) from error
     finally:
         timer.cancel()
     _here = group
     _label_messages()
     return group
+
+
+def _check_port(group: Group) -> None:
+    try:
+        socket.create_server(("", int(group.coordinator.rpartition(":")[2]))).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"process 0 of {group.count} cannot listen at {group.coordinator}: {error.strerror}. Give another port."
+        ) from error
 
 
 def _label_messages() -> None:
