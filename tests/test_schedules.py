@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.skipif(gpu.missing_tools() is not None, reason=f"needs {gpu.missing_tools()}"),
 ]
 MIB = 1 << 20
+FRAGMENTS = 500 * MIB
+"""By how much holes in XLA's heap differ between two programs of this size, which no formula knows."""
 
 
 @cache
@@ -84,12 +86,11 @@ class TestGrowth:
 
     def test_in_shards(self):
         by_compiler, by_formula = self.grown(mesh="1x16")
-        assert by_compiler < 0 and by_compiler == pytest.approx(by_formula, rel=0.06)
+        assert by_compiler < -1024 * MIB and by_compiler == pytest.approx(by_formula, abs=FRAGMENTS)
 
     def test_in_tokens(self):
         by_compiler, by_formula = self.grown(batch=2)
-        # Heap fragments differ from program to program by some hundred MiB.
-        assert by_compiler == pytest.approx(by_formula, abs=400 * MIB)
+        assert by_compiler > 512 * MIB and by_compiler == pytest.approx(by_formula, abs=FRAGMENTS)
 
 
 @pytest.mark.slow
