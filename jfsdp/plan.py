@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jfsdp import quantise
 from jfsdp.footprint import Layers
 from jfsdp.layout import ParamLayout, Plan
 from jfsdp.schedule import Schedule
@@ -132,6 +133,8 @@ def memory(
     ]
     updated = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if _is_gathered_after(leaf))
     beside = sum(k.bytes for k in kept[4:])
+    if state.ema is not None:
+        kept.append(Kept("average", device_bytes(state.ema), "of the weights, fp32, sharded as they are"))
     return [*kept, Kept("updated parameters", max(0.0, updated - beside), "whole beside the old ones, less the above")]
 
 
@@ -234,12 +237,9 @@ class _Unit:
         if passes is None:
             passes, why = self._passes()
         out = []
-        for dtype in sorted({leaf.param_dtype.name for leaf in self.cut}):
-            size = sum(
-                _bytes(leaf, leaf.param_dtype) * (leaf.layers or 1)
-                for leaf in self.cut
-                if leaf.param_dtype.name == dtype
-            )
+        wires = [(*_gather_wire(leaf), leaf.layers or 1) for leaf in self.cut]
+        for dtype in sorted({name for name, _, _ in wires}):
+            size = sum(bytes_ * layers for name, bytes_, layers in wires if name == dtype)
             out.append(
                 self._move(
                     "all-gather",
@@ -356,6 +356,13 @@ def _table_copy(leaf: ParamLayout, plan: Plan) -> int:
     if "embed" not in uses or leaf.dim is None or leaf.placement.whole_at_rest:
         return 0
     return math.prod(leaf.shard_shape) * leaf.dtype.itemsize
+
+
+def _gather_wire(leaf: ParamLayout) -> tuple[str, int]:
+    """Dtype and bytes of one layer of a parameter on the gather's wire."""
+    if leaf.gather_dtype is None:
+        return leaf.param_dtype.name, _bytes(leaf, leaf.param_dtype)
+    return "uint8", leaf.placement.shards * quantise.wire_bytes(math.prod(leaf.shard_shape))
 
 
 def _bytes(leaf: ParamLayout, dtype) -> int:

@@ -42,5 +42,10 @@ def decode(wire: Array, shape: tuple[int, ...], code: jnp.dtype, dtype: jnp.dtyp
     return values.reshape(*lead, -1)[..., :size].reshape(*lead, *shape)
 
 
+def wire_bytes(elements: int) -> int:
+    """Bytes that `encode` makes of a shard of so many elements."""
+    return -(-elements // BLOCK) * (BLOCK + 4)
+
+
 def _bytes(a: Array) -> Array:
     return lax.bitcast_convert_type(a, jnp.uint8).reshape(-1)

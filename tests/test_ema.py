@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jfsdp.layout import make_plan
+from jfsdp.plan import memory
 from jfsdp.precision import LossScale, MixedPrecision
 from jfsdp.state import TrainState, check_separate_buffers
 from jfsdp.step import eval_step, train_step
@@ -136,3 +137,11 @@ class TestRefusals:
     def test_decays_out_of_range(self, decay):
         with pytest.raises(ValueError, match="it is what the average keeps, so use a number from 0 to below 1"):
             start(decay=decay)
+
+
+def test_the_memory_formula_counts_it():
+    plan = start()[2]
+    for has in (False, True):
+        state = TrainState.abstract(optax.sgd(1.0), plan, ema=has)
+        kept = {k.name: k.bytes for k in memory(plan, state, [])}
+        assert kept.get("average", 0) == has * kept["parameters"]

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jfsdp import audit, collectives, quantise
 from jfsdp.layout import UnitOptions, make_plan
+from jfsdp.plan import traffic
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import run_stack
 from jfsdp.state import TrainState
@@ -184,3 +185,14 @@ def test_unknown_codes_are_refused():
     with pytest.raises(ValueError, match="gather_dtype 'int4' is unknown. Use one of int8, fp8"):
         MixedPrecision(gather_dtype="int4")
     assert MixedPrecision(gather_dtype="fp8") == MixedPrecision(gather_dtype=jnp.float8_e4m3fn)
+
+
+def test_the_formula_predicts_the_bytes_of_the_program():
+    """Of four layers: a loop over one or two is unrolled, and the compiler finds gathers that are there already."""
+    params = jax.tree.map(lambda a: shape(*a.shape), parameters(layers=4))
+    precision, tx = MixedPrecision(gather_dtype="int8"), optax.sgd(0.1)
+    plan = make_plan(params, submesh("1x8"), units=UNITS, precision=precision)
+    compiled = train_step(deep, tx, plan).lower(TrainState.abstract(tx, plan), {"x": shape(16, 128)}).compile()
+    predicted = sum(move.received for move in traffic(plan) if (move.kind, move.dtype) == ("all-gather", "uint8"))
+    moved = audit.read(compiled, plan.mesh).received_bytes("all-gather", dtype="uint8")
+    assert predicted == pytest.approx(moved, rel=1e-3)
