@@ -106,11 +106,6 @@ def to_host(tree):
     return jax.tree.map(lambda a: a if _on_host(a) else jax.device_put(a, Space.Host), tree)
 
 
-def store(tree, shardings):
-    """Send to the host what `shardings` place there. Call inside `jit`, before its result is returned."""
-    return jax.tree.map(lambda a, s: to_host(a) if s.memory_kind == HOST else a, tree, shardings)
-
-
 def fetched(tree):
     """Global arrays on the device, for use outside `jit`."""
 

@@ -196,10 +196,9 @@ class TrainStep:
         if ema is not None:
             moved = averages.advance(ema, offload.to_device(params), plan, self.ema, state.step - state.skipped)
             ema = jax.tree.map(partial(jnp.where, finite), moved, ema) if skips else moved
-        at_rest = self._state_shardings()
-        new = dict(params=params, opt_state=opt_state, ema=ema)
-        new = {name: offload.store(tree, getattr(at_rest, name)) for name, tree in new.items()}
-        return replace(state, step=step, skipped=skipped, buffers=buffers, scale=scale, **new), metrics
+        # What lies on the host goes there because `jitted` says so of its results.
+        new = dict(params=params, opt_state=opt_state, buffers=buffers, scale=scale, ema=ema)
+        return replace(state, step=step, skipped=skipped, **new), metrics
 
     def _update(self, grads, opt_state, old, finite: Array | None):
         """New parameter shards and optimizer state, or the old ones where `finite` says no (None: always new)."""
