@@ -10,10 +10,12 @@ from jfsdp.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library reads tokenizer.json")
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHATML = """{% for m in messages %}
+    {% if m['content'] %}
+{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 TALK = [
     {"role": "user", "content": "What is two and two?"},
     {"role": "assistant", "content": "It is four."},
@@ -93,6 +95,20 @@ def test_a_completion_counts_with_its_end_also_where_a_token_straddles(tmp_path,
     assert len(tokenizer.encode(" is").ids) == 1
     rows, _ = load(tmp_path, tokenizer, records)
     assert [learned(tokenizer, rows[0], k) for k in (1, 2)] == [[" is two?<|end|>"]] * 2
+
+
+def test_an_end_that_the_tokenizer_writes_itself_counts_and_comes_once(tmp_path, folder):
+    other = tmp_path / "other"
+    other.mkdir()
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = model.token_to_id("<|end|>")
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A <|end|>", special_tokens=[("<|end|>", end)]
+    )
+    model.save(str(other / "tokenizer.json"))
+    (other / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes())
+    rows, _ = load(tmp_path, Tokenizer(other), [{"prompt": "What", "completion": " is two?"}])
+    assert learned(Tokenizer(other), rows[0]) == [" is two?<|end|>"]
 
 
 def test_packed_conversations_are_documents_and_each_comes_once(tmp_path, tokenizer):
