@@ -41,7 +41,6 @@ class Forecast:
             schedule=w.schedule,
             accumulate=w.accumulate,
             no_sync=not w.sync,
-            overlaps=not w.gpu.startswith("a100"),  # XLA's scheduler for older GPUs does not overlap
         )
 
     @cached_property

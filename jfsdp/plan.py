@@ -20,7 +20,7 @@ At the peak, early in the backward pass, a device holds its state, gradient shar
 batches), what all layers saved, and the larger of two: the window of whole units (gathered ones, the gradient that was
 computed, the one that waits and its staging for the wire), or what layers work with. On GPUs loops are unrolled by two
 (`gpu.compiler_options`), so two layers are at work, and heap fragments come on top: 1.84 times one layer's working set
-(`footprint.py`), 1.5 without a late reduction or a scheduler that overlaps. A sharded vocabulary's table is copied
+(`footprint.py`), 1.5 without a late reduction. A sharded vocabulary's table is copied
 once more, transposed for its rows. The two factors and the staging are fitted to compiled programs and nothing else
 is: `benchmarks/plan_accuracy.py` prints formula and compiler side by side.
 """
@@ -95,13 +95,11 @@ def memory(
     schedule: Schedule = Schedule(),
     accumulate: int = 1,
     no_sync: bool = False,
-    overlaps: bool = True,
 ) -> list[Kept]:
     """What one device keeps at the peak of a step, by category. See Note [Bytes kept].
 
     state: an abstract or real `TrainState`.
     layers: the footprint of each stack on one micro-batch; none leaves out what depends on the batch.
-    overlaps: whether the compiler schedules communication beside compute.
     """
     trained = [leaf for leaf in plan.leaves if leaf.trainable]
     grads = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.dtype.itemsize for leaf in trained)
@@ -109,7 +107,7 @@ def memory(
     if accumulate > 1 and no_sync:
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if not leaf.never_whole)
     window = _window(plan, schedule)
-    is_late = overlaps and schedule.late_reduce and plan.mesh.size > 1
+    is_late = schedule.late_reduce and plan.mesh.size > 1
     factor = _AT_WORK if is_late else _AT_WORK_ALONE
     at_work = max((one.backward for one in layers), default=0)
     freed = sum(k.bytes for k in window) if _frees(plan) else window[1].bytes

@@ -65,6 +65,15 @@ class TestCompiled:
         assert [loop.trips for loop in plain.program.loops] == [LAYERS]
         assert len(plain.program.copies(weight)) > len(report.program.copies(weight)) == 0
 
+    @pytest.mark.parametrize("name", ["a100", "rtx4090"])
+    def test_gpus_before_hopper_overlap_as_well_because_it_is_asked_for(self, name):
+        loops = lambda report: [c for c in report.program.select("all-gather") if c.runs > 1]
+        asked = loops(gpu.compile_ahead(f"{__name__}:prefetching_step", gpu=name, mesh="2x4"))
+        assert asked and all(not c.is_sync and c.matmul_flops > 0 for c in asked)
+        only = {"xla_gpu_enable_while_loop_double_buffering": True}
+        left = gpu.compile_ahead(f"{__name__}:prefetching_step", gpu=name, mesh="2x4", options=only)
+        assert any(c.is_sync for c in loops(left))
+
     def test_memory_and_estimates_come_along(self, report):
         weights = LAYERS * WIDTH * WIDTH * 4 // 4  # float32, on 4 shards
         assert report.memory.argument == weights + ROWS * WIDTH * 2
@@ -110,7 +119,10 @@ class TestRefusals:
 
 def test_only_gpus_get_options():
     assert gpu.compiler_options("cpu") == {}
-    assert gpu.compiler_options("gpu") == {"xla_gpu_enable_while_loop_double_buffering": True}
+    options = gpu.compiler_options("gpu")
+    assert options == gpu.compiler_options("cuda") and set(options.values()) == {True}
+    names = {name.removeprefix("xla_gpu_enable_") for name in options}
+    assert names == {"while_loop_double_buffering", "latency_hiding_scheduler"}
 
 
 # Trimmed from what XLA writes for 4x8 H100 with JAX 0.12.0.1.

@@ -39,7 +39,7 @@ def formula(compared):
 
 class TestOneHost:
     def test_memory_is_within_its_budget(self):
-        """Never under by more than 2 percent, nor over by more than 7: with 4 layers, what is at work is a large part."""
+        """Never under by more than 2 percent, nor over by more than 7: with 4 layers what is at work weighs more."""
         assert -0.02 <= formula(compiled()) / needed(compiled()) - 1 <= 0.07
 
     def test_bytes_are_those_of_the_formula(self):
