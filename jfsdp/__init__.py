@@ -1,6 +1,7 @@
 """PyTorch FSDP's semantics for JAX and Flax: sharded training with every collective written down."""
 
 from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
+from jfsdp.live import Live, live_bytes
 from jfsdp.loss import Auxiliary
 from jfsdp.mesh import make_mesh, simulate_devices
 from jfsdp.offload import CPUOffloadPolicy, OffloadActivations, OffloadPolicy
@@ -24,6 +25,7 @@ __all__ = [
     "CustomPolicy",
     "Embed",
     "Head",
+    "Live",
     "LossScale",
     "MixedPrecision",
     "ModuleWrapPolicy",
@@ -43,6 +45,7 @@ __all__ = [
     "fully_shard",
     "init_sharded",
     "label_params",
+    "live_bytes",
     "make_mesh",
     "make_plan",
     "plan_module",
