@@ -1,6 +1,7 @@
 """LoRA: adapters are all that is trained, and what they compute leaves as one matrix or as a PEFT adapter."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +164,8 @@ def test_peft_loads_the_adapter(name, folder, tmp_path):
     params = randomized(plan, params)
     options = LoraOptions(rank=3, alpha=6.0, targets=TARGETS[name])
     save_adapter(tmp_path, params, plan, family, options, base=folder(name))
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["fan_in_fan_out"] == (name == "gpt2")  # peft would guess, and warn
     model = transformers.AutoModelForCausalLM.from_pretrained(folder(name), attn_implementation="eager")
     model = peft.PeftModel.from_pretrained(model, tmp_path).eval()
     with torch.no_grad():
