@@ -29,7 +29,8 @@ Note [Options]
     Two collectives at a time (`xla_gpu_experimental_parallel_collective_overlap_limit`) look best and are not asked
     for: the model seems to give each of the two the whole link, which one host's do not have, so only a run can tell.
     On A100 and RTX 4090 the scheduler has to be named (both versions): a 1B model on two RTX 4090 without it blocks in
-    every collective of its loops.
+    every collective of its loops. An A100's forward loop still blocks in two large gathers a layer (8B, 0.10.2), as XLA
+    knows no latencies for it.
     Double buffering also unrolls the loop over micro-batches by two: a 1B model with 4 of them needs 5,365 MiB with it
     and 4,548 without (0.10.2, 1x8).
 """
