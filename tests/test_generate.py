@@ -83,6 +83,7 @@ def test_draws_follow_seed_and_place_and_not_the_mesh():
     assert make(small)(small_params, PROMPTS, 1) == one
 
 
+@pytest.mark.slow
 def test_top_1_is_the_likeliest_and_the_end_stops_a_row():
     plan, params, _ = ready("llama")
     greedy = make_generate(plan, max_new_tokens=9)(params, PROMPTS)

@@ -138,7 +138,7 @@ def _like(tree, adapters, logical):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_merged_export_computes_what_the_adapters_did(name, folder, tmp_path):
     family, config = FAMILIES[name]
     plan, params = opened(name, folder(name))
