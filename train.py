@@ -75,7 +75,7 @@ def train(job: cli.Job, console: Console) -> int:
     step = train_step(loss, tx, plan, accumulate=config.data.accumulate, no_sync=no_sync, clip_norm=clip_norm)
     evaluate, sample = evaluation(job, plan), sampling(job, plan)
 
-    throughput, losses = Throughput(plan.mesh.devices.size), []
+    throughput, losses, updates = Throughput(plan.mesh.devices.size), [], int(state.step - state.skipped)
     with ExitStack() as stack:
         stop = stack.enter_context(cli.stops_between_steps())
         watchdog = stack.enter_context(Watchdog(config.processes.hang_timeout))
@@ -86,13 +86,13 @@ def train(job: cli.Job, console: Console) -> int:
             stack.callback(writer.close)
         stop.nothing_to_lose = True
         for number, batch in enumerate(throughput.waits(ahead(job.batches, plan, steps - start)), start=start + 1):
-            lr = schedule(number - 1)
+            lr = schedule(updates)  # of those applied: a skipped step moves no schedule
             if number == start + 1 and (config.output.audit or config.output.audit_file):
                 audit(job, plan, step.lower(state, batch).compile(), console)
             state, result = step(state, batch)
             asks = processes.vote(lambda: stop.is_set() or saver.is_late())
             timing = throughput.step(result, tokens=result.pop("weight"), places=job.places)
-            stop.nothing_to_lose = False
+            stop.nothing_to_lose, updates = False, int(result["updates"])
             watchdog.beat(f"step {number}")
             values, asked = dict(result, lr=lr), asks()
             is_last = asked and processes.vote(stop.is_set)()

@@ -36,6 +36,7 @@ from jfsdp.instructions import Answers, is_instructions, load_instructions
 from jfsdp.lora import LoraOptions, add_lora, parse_lora
 from jfsdp.mesh import make_mesh, parse_mesh, simulate_devices
 from jfsdp.metrics import JsonLines, TensorBoard, Writer
+from jfsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from jfsdp.precision import MixedPrecision
 from jfsdp.processes import Group, connect, detect, label, leave
 from jfsdp.schedule import Schedule
@@ -82,13 +83,16 @@ class ModelConfig:
     lora: Annotated[DisallowNone[str | None], arg(metavar="RANK,ALPHA,TARGETS"), _or_else("8,16,q+v", "none")] = None
     """Train adapters only: their inner width, their strength, and the layers that get one (q+v, mlp.down, all). The
     weights of --init-from are frozen and stored in --precision."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of gathers and matmuls; stored weights and the optimizer stay fp32."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of gathers and matmuls; stored weights and the optimizer stay fp32. fp16, for GPUs before Ampere, scales
+    the loss."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients travel and are summed."""
     remat: Literal["none", "full", "dots"] = "none"
     """Activations computed again in the backward pass, to save memory: none; full, all but a layer's input;
     dots, all but the results of matmuls."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """Keep the optimizer's state, or parameters and gradients too, in the host's memory; all also updates there."""
     prefetch: Literal[0, 1, 2] = 1
     """Layers gathered ahead of the one that computes; each costs the memory of a whole layer."""
 
@@ -404,7 +408,9 @@ def prepare(config: TrainConfig) -> Job:
     if not output.dry_run and jax.process_index() == 0:
         writers += [JsonLines(output.metrics, keeps=resume is not None)] if output.metrics else []
         writers += [TensorBoard(output.tensorboard)] if output.tensorboard else []
-    sharding = dict(mesh=mesh, strategy=strategy, mp_policy=precision)
+    offload = {"none": OffloadPolicy(), "optimizer": OffloadPolicy(opt_state=True), "all": CPUOffloadPolicy()}
+    policies = dict(mp_policy=precision, offload_policy=offload[config.model.offload])
+    sharding = dict(mesh=mesh, strategy=strategy, **policies)
     sharding |= {} if lora is None else dict(trainable=nnx.LoRAParam)
     schedule = Schedule(prefetch=config.model.prefetch)
     files = (writers, checkpoints, resume, tokenizer, lora)

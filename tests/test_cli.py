@@ -22,6 +22,7 @@ from jfsdp import cli, data
 from jfsdp import plan as planning
 from jfsdp.families import find_model
 from jfsdp.metrics import JsonLines
+from jfsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from jfsdp.wrap import plan_module
 
 from .support import submesh
@@ -206,6 +207,13 @@ def test_a_model_is_found_by_its_config_json(here):
 def test_the_batch_has_a_size_that_divides(mesh, accumulate, size):
     config = cli.parse(["--mesh", mesh, "--allow-idle", "--accumulate", str(accumulate)])
     assert cli.prepare(config).batch_size == size
+
+
+@pytest.mark.parametrize("words", [["--precision", "fp16"], ["--offload", "all"]], ids=" ".join)
+def test_dtypes_and_offload_reach_the_plan(words):
+    plan = plan_module((job := cli.prepare(cli.parse(words))).make_model, **job.sharding)
+    assert {leaf.param_dtype.name for leaf in plan.leaves} == {"float16" if "fp16" in words else "float32"}
+    assert plan.offload == (CPUOffloadPolicy() if "all" in words else OffloadPolicy())
 
 
 def test_matrices_decay_and_norms_of_a_stack_do_not():
