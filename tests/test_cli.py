@@ -239,7 +239,7 @@ def test_a_run_prints_its_story_and_writes_its_metrics(here, capsys):
     assert not [word for word in words.split(", ") if word not in said]
     lines = [json.loads(line) for line in Path("m.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    every = set("step loss grad_norm lr skipped tokens padding_tokens host_peak_memory_bytes".split())
+    every = set("step loss grad_norm lr skipped updates tokens padding_tokens host_peak_memory_bytes".split())
     rates = {"step_time_s", "tokens_per_s", "tokens_per_s_per_device"}
     assert [set(line) - every for line in lines] == [
         {"compile_s"}, {*rates, "eval_loss"}, rates, {*rates, "eval_loss"}, {*rates, "eval_loss"}]
