@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+import train
 from jfsdp import auditor, gpu
 from jfsdp.audit import Memory
 from jfsdp.auditor import Audited
@@ -194,3 +195,16 @@ class TestPicture:
             audited().draw(tmp_path / "s.png")
         with pytest.raises(ValueError, match="no schedule is drawn for cpu"):
             audited(platform="cpu").draw(tmp_path / "s.html")
+
+
+def test_a_run_tells_of_its_own_program_and_keeps_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "--model llama-tiny --mesh 2x4 --seq-len 32 --batch-size 8 --steps 1 --warmup 0 --held-out 0 --data text.txt"
+    )
+    (tmp_path / "text.txt").write_text("What a compiled step moves is read from its program. " * 40)
+    assert train.main([*words.split(), "--audit", "--audit-file", "p.json"]) == 0
+    said = capsys.readouterr().out
+    assert "Memory of one device, as compiled" in said and "widens bf16 collectives" in said
+    kept = Audited.load(tmp_path / "p.json")
+    assert kept.mesh_shape == {"replica": 2, "shard": 4} and ("all-reduce", "replica", "float32") in kept.traffic
