@@ -16,12 +16,13 @@ Note [Network]
 
 Note [Options]
     What XLA's options do to the step of Llama-3-8B, 1 sequence of 4096 tokens per H100, with clipping. MiB needed, and
-    microseconds of a step that XLA's cost model exposes; loop bodies expose less than 1 unless named:
+    microseconds of a step that XLA's cost model exposes; loop bodies expose less than 5 unless named; without double buffering
+    18 GB of weights are copied per step (3 with):
 
                                                     0.10.2 1x8       0.10.2 4x8       0.12.0.1 1x8
         double buffering (what we ask for)          18,393  1,245    18,384  8,886    18,054  1,661
-        none                                                                          18,152  2,590
-        and two collectives at a time               18,456    162    18,604  3,637
+        none                                        18,208  1,675                     18,152  2,590
+        and two collectives at a time               18,456    162    18,604  3,637    18,110    242
         and one operation per unit (thresholds)     18,782  2,781
         and no combining (thresholds of 1 byte)     18,374  2,183, 49 in each forward body
         and the latency-hiding scheduler by name    as without: it is on for Hopper and later
