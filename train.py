@@ -21,7 +21,8 @@ from flax import nnx
 from rich.console import Console
 from rich.markup import escape
 
-from jfsdp import auditor, cli, data, processes, tables
+from jfsdp import cli, data, processes, tables
+from jfsdp.audit import report as auditor
 from jfsdp.checkpoint import Metadata, SaveError, open_checkpoint, restore
 from jfsdp.generate import make_generate
 from jfsdp.huggingface import load_pretrained

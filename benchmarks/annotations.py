@@ -103,7 +103,7 @@ def build(config: Config, mesh: Mesh, variant: str = "annotations", *, log_norm:
 
 
 def ahead(mesh: Mesh, size: str = "8b", variant: str = "annotations", **changes: int) -> tuple[Any, tuple]:
-    """A target for `jfsdp.gpu.compile_ahead`."""
+    """A target for `jfsdp.audit.gpu.compile_ahead`."""
     built = build(replace(SIZES[size], **changes), mesh, variant)
     return built.step, built.arguments
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.annotations import maxtext_options
-from jfsdp import gpu
+from jfsdp.audit import gpu
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.state import TrainState
@@ -87,7 +87,7 @@ def ahead(
     remat: str = "full",
     **schedule: Any,
 ):
-    """The jitted step and its abstract arguments, for `jfsdp.gpu.compile_ahead`.
+    """The jitted step and its abstract arguments, for `jfsdp.audit.gpu.compile_ahead`.
 
     batch: sequences per GPU and micro-batch. layers: fewer than the model has. The head is untied.
     """

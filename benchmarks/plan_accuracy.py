@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_accuracy               # scores against what is recorded in benchmarks/data, in seconds
     python -m benchmarks.plan_accuracy --compile     # compiles the grid anew first; a quarter of an hour on 2 cores
-    python -m benchmarks.plan_accuracy --calibrate   # fits the constants of jfsdp/roofline.py on the marked rows
+    python -m benchmarks.plan_accuracy --calibrate   # fits the constants of planning/roofline.py on marked rows
     python -m benchmarks.plan_accuracy --json accuracy.json
 
 Memory: the formula's sum against XLA's figure for the real step, compiled ahead of time (target: within 5 percent,
@@ -27,11 +27,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jfsdp import gpu
-from jfsdp.forecast import Forecast
-from jfsdp.hardware import Cluster
-from jfsdp.roofline import Rates, Run, Shape, step_time
-from jfsdp.workload import Workload
+from jfsdp.audit import gpu
+from jfsdp.planning.forecast import Forecast
+from jfsdp.planning.hardware import Cluster
+from jfsdp.planning.roofline import Rates, Run, Shape, step_time
+from jfsdp.planning.workload import Workload
 
 DATA = Path(__file__).parent / "data"
 MIB = 2**20
@@ -117,7 +117,7 @@ def compile_grid(console: Console, path: Path) -> list[dict]:
         chosen = {f.name: getattr(work, f.name) for f in dataclasses.fields(work)}
         described = work.cluster.chip.described
         try:
-            report = gpu.compile_ahead("jfsdp.workload:ahead", chosen, gpu=described, mesh=work.mesh)
+            report = gpu.compile_ahead("jfsdp.planning.workload:ahead", chosen, gpu=described, mesh=work.mesh)
         except RuntimeError as error:
             console.print(f"{fields}: {str(error).splitlines()[-1]}")
             continue

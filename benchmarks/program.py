@@ -23,7 +23,8 @@ from rich.table import Table
 
 from benchmarks import annotations
 from benchmarks.step_time import SHAPE
-from jfsdp import audit, plan
+from jfsdp import plan
+from jfsdp.audit import program as audit
 from jfsdp.mesh import make_mesh, simulate_devices
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule

@@ -1,7 +1,7 @@
 """PyTorch FSDP's semantics for JAX and Flax: sharded training with every collective written down."""
 
+from jfsdp.audit.live import Live, live_bytes
 from jfsdp.layout import ParamLayout, Plan, UnitOptions, make_plan
-from jfsdp.live import Live, live_bytes
 from jfsdp.loss import Auxiliary
 from jfsdp.mesh import make_mesh, simulate_devices
 from jfsdp.offload import CPUOffloadPolicy, OffloadActivations, OffloadPolicy

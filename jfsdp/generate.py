@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jfsdp import collectives
-from jfsdp.gpu import compiler_options
+from jfsdp.audit.gpu import compiler_options
 from jfsdp.layout import Plan
 from jfsdp.unit import enter
 

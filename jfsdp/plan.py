@@ -1,6 +1,6 @@
 """What a step moves and keeps, by formula: instant, from a `Plan` alone, and held to the compiled program by tests.
 
-Owns the arithmetic of the table of strategies. `audit.py` reads the same figures from a compiled program.
+Owns the arithmetic of the table of strategies. `audit/program.py` reads the same figures from a compiled program.
 
 Note [Bytes received]
 Ring cost, per device and optimizer step: of an array of B bytes over n devices, a gather or a reduce-scatter
@@ -20,7 +20,7 @@ At the peak, early in the backward pass, a device holds its state, gradient shar
 batches), what all layers saved, and the larger of two: the window of whole units (gathered ones, the gradient that was
 computed, the one that waits and its staging for the wire), or what layers work with. On GPUs loops are unrolled by two
 (`gpu.compiler_options`), so two layers are at work, and heap fragments come on top: 1.84 times one layer's working set
-(`footprint.py`), 1.5 without a late reduction. A sharded vocabulary's table is copied
+(`planning/footprint.py`), 1.5 without a late reduction. A sharded vocabulary's table is copied
 once more, transposed for its rows. The two factors and the staging are fitted to compiled programs and nothing else
 is: `benchmarks/plan_accuracy.py` prints formula and compiler side by side.
 """
@@ -35,8 +35,8 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp import quantise
-from jfsdp.footprint import Layers
 from jfsdp.layout import ParamLayout, Plan
+from jfsdp.planning.footprint import Layers
 from jfsdp.schedule import Schedule
 from jfsdp.vocab import SLICE_ROWS, STREAM_ABOVE
 

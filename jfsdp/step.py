@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from jfsdp import collectives, offload, offload_check, randomness
 from jfsdp import ema as averages
-from jfsdp.gpu import compiler_options
+from jfsdp.audit.gpu import compiler_options
 from jfsdp.layout import ParamLayout, Plan, UnitOptions
 from jfsdp.loss import enter_params, loss_terms, own_key, settle_buffers, total_weights
 from jfsdp.mesh import REPLICA, SHARD

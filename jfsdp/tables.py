@@ -18,12 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jfsdp import plan as planning
+from jfsdp.audit.gpu import GPUS
 from jfsdp.cli import Job, seems_to_have_gpus
-from jfsdp.footprint import trace
-from jfsdp.gpu import GPUS
 from jfsdp.layout import ParamLayout, Plan, UnitOptions
 from jfsdp.mesh import REPLICA, SHARD
 from jfsdp.metrics import Record, Throughput, in_words
+from jfsdp.planning.footprint import trace
 from jfsdp.state import TrainState
 from jfsdp.vocab import STREAM_ABOVE
 

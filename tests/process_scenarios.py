@@ -16,7 +16,8 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from jfsdp import audit, cli, data, processes
+from jfsdp import cli, data, processes
+from jfsdp.audit import program as audit
 from jfsdp.checkpoint import Checkpoints, restore
 from jfsdp.layout import make_plan
 from jfsdp.loss import Auxiliary

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfsdp import audit
+from jfsdp.audit import program as audit
 from jfsdp.layout import Plan, UnitOptions, make_plan
 from jfsdp.mesh import make_mesh, parse_mesh
 from jfsdp.precision import MixedPrecision

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from benchmarks import annotations
-from jfsdp import audit
+from jfsdp.audit import program as audit
 
 CONFIG = replace(annotations.SIZES["toy"], layers=2, batch=2)
 

@@ -1,4 +1,4 @@
-"""What `jfsdp.audit` reads must be what small programs with known communication do."""
+"""What `jfsdp.audit.program` reads must be what small programs with known communication do."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jfsdp import audit
+from jfsdp.audit import program as audit
 
 LAYERS, WIDTH, ROWS = 5, 64, 32  # of activations, each device has ROWS
 WEIGHT = WIDTH * WIDTH  # elements of one layer

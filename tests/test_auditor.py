@@ -9,12 +9,13 @@ import pytest
 from rich.console import Console
 
 import train
-from jfsdp import auditor, gpu
-from jfsdp.audit import Memory
-from jfsdp.auditor import Audited
-from jfsdp.hardware import Cluster
-from jfsdp.replay import replay
-from jfsdp.roofline import Rates
+from jfsdp.audit import gpu
+from jfsdp.audit import report as auditor
+from jfsdp.audit.program import Memory
+from jfsdp.audit.replay import replay
+from jfsdp.audit.report import Audited
+from jfsdp.planning.hardware import Cluster
+from jfsdp.planning.roofline import Rates
 from tests.support import compile_step, toy_batch, toy_loss, toy_params
 
 MESH = {"replica": 1, "shard": 8}

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jfsdp import audit
+from jfsdp.audit import program as audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.stack import run_stack
 from jfsdp.state import TrainState

@@ -1,11 +1,10 @@
 """What layers save and work with, against sums by hand and against what XLA keeps."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jfsdp.footprint import trace
+from jfsdp.planning.footprint import trace
 from jfsdp.stack import Stack
 from models import llama
 

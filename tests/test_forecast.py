@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 
-from jfsdp import sweep
-from jfsdp.forecast import GIB, Forecast
 from jfsdp.mesh import REPLICA, SHARD
-from jfsdp.recommend import advice, recommend
-from jfsdp.workload import Workload
+from jfsdp.planning import sweep
+from jfsdp.planning.forecast import GIB, Forecast
+from jfsdp.planning.recommend import advice, recommend
+from jfsdp.planning.workload import Workload
 
 P = 8_030_261_248
 """Parameters of Llama-3-8B."""

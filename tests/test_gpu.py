@@ -7,7 +7,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jfsdp import audit, gpu
+from jfsdp.audit import gpu
+from jfsdp.audit import program as audit
 
 LAYERS, WIDTH, ROWS = 6, 1024, 2048
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jfsdp import gpu
+from jfsdp.audit import gpu
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.state import TrainState
 from jfsdp.step import train_step

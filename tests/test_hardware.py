@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jfsdp.gpu import GPUS
-from jfsdp.hardware import CHIPS, Cluster
+from jfsdp.audit.gpu import GPUS
+from jfsdp.planning.hardware import CHIPS, Cluster
 
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "data" / "nccl_bandwidth.csv"
 

@@ -1,8 +1,8 @@
-"""The spellings of HLO that `jfsdp.hlo` takes apart."""
+"""The spellings of HLO that `jfsdp.audit.hlo` takes apart."""
 
 import pytest
 
-from jfsdp import hlo
+from jfsdp.audit import hlo
 
 ROWS = ((0, 1, 2, 3), (4, 5, 6, 7))
 COLUMNS = ((0, 4), (1, 5), (2, 6), (3, 7))

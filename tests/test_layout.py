@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jfsdp import audit
+from jfsdp.audit import program as audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision
 from jfsdp.stack import Stack

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jfsdp import audit
+from jfsdp.audit import program as audit
+from jfsdp.audit.live import live_bytes
 from jfsdp.layout import UnitOptions, make_plan
-from jfsdp.live import live_bytes
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
 from jfsdp.state import TrainState

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jfsdp import audit
+from jfsdp.audit import program as audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack

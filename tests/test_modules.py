@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from jfsdp import audit, randomness
+from jfsdp import randomness
+from jfsdp.audit import program as audit
 from jfsdp.layout import UnitOptions
 from jfsdp.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from jfsdp.precision import MixedPrecision

@@ -11,7 +11,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
-from jfsdp import gpu, offload, offload_check
+from jfsdp import offload, offload_check
+from jfsdp.audit import gpu
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.offload import BLOCK_INPUT, HOST, CPUOffloadPolicy, OffloadActivations, OffloadPolicy
 from jfsdp.stack import run_stack

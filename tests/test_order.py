@@ -9,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jfsdp import audit, gpu, order
+from jfsdp import order
+from jfsdp.audit import gpu
+from jfsdp.audit import program as audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.order import Order, Prefetch
 from jfsdp.state import TrainState

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import plan_accuracy as accuracy
-from jfsdp.roofline import Rates
+from jfsdp.planning.roofline import Rates
 
 
 @pytest.fixture(scope="module")

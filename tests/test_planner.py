@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from jfsdp import __main__, planner
+from jfsdp import __main__
+from jfsdp.planning import command as planner
 
 
 def run(capsys, *words):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jfsdp.published import Published, activations
+from jfsdp.planning.published import Published, activations
 
 GB = 1e9
 

@@ -9,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jfsdp import audit, collectives, quantise
+from jfsdp import collectives, quantise
+from jfsdp.audit import program as audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.plan import traffic
 from jfsdp.precision import MixedPrecision

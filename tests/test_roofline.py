@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jfsdp.hardware import Cluster
-from jfsdp.roofline import Rates, Run, Shape, step_time, tokens_to_hide
+from jfsdp.planning.hardware import Cluster
+from jfsdp.planning.roofline import Rates, Run, Shape, step_time, tokens_to_hide
 
 SHAPE = Shape(
     layers=32, layer_params=218e6, head_params=525e6, params=8.03e9, width=4096, attention=2.0 * 4096 * 4096,

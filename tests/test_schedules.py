@@ -9,11 +9,12 @@ from functools import cache
 
 import pytest
 
-from jfsdp import gpu, planner
-from jfsdp.compare import compile_workload
-from jfsdp.forecast import Forecast
-from jfsdp.roofline import tokens_to_hide
-from jfsdp.workload import Workload
+from jfsdp.audit import gpu
+from jfsdp.planning import command as planner
+from jfsdp.planning.compare import compile_workload
+from jfsdp.planning.forecast import Forecast
+from jfsdp.planning.roofline import tokens_to_hide
+from jfsdp.planning.workload import Workload
 
 pytestmark = [
     pytest.mark.aot,

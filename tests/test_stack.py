@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jfsdp import audit
+from jfsdp.audit import program as audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.schedule import Schedule
 from jfsdp.stack import Stack, checkpointed, run_stack

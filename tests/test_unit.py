@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax import lax
 
-from jfsdp import audit
+from jfsdp.audit import program as audit
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule

@@ -1,7 +1,7 @@
 """GPUs that are not there: describe them, compile a step for them, read what XLA's scheduler thinks of it.
 
 Owns the descriptions, the child process in which such a step is compiled, and the scheduler's log. The
-program that comes out is read by `audit.py`. Nothing here runs a step: memory, collectives and their order
+program that comes out is read by `program.py`. Nothing here runs a step: memory, collectives and their order
 are what GPUs would get; microseconds are XLA's cost model, to be named so wherever they are shown.
 
 Note [One child per compile]
@@ -58,7 +58,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh
 
-from jfsdp import audit
+from jfsdp.audit import program as audit
 from jfsdp.mesh import REPLICA, SHARD, make_mesh, parse_mesh
 
 
@@ -194,7 +194,7 @@ def compile_ahead(target: str, arguments: Mapping[str, Any] | None = None, *, gp
     replicas, shards = parse_mesh(mesh, 8)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "request.json").write_text(json.dumps(request))
-        child = subprocess.run([sys.executable, "-c", f"from jfsdp.gpu import _child; _child({folder!r})"],
+        child = subprocess.run([sys.executable, "-c", f"from jfsdp.audit.gpu import _child; _child({folder!r})"],
                                env=_environment(replicas * shards, nic_gbps), timeout=timeout,
                                capture_output=True, text=True)
         if child.returncode:

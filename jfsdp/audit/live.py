@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jfsdp import hlo
+from jfsdp.audit import hlo
 
 _ALIASES = ("bitcast", "copy-done", "optimization-barrier")
 _MOVES = (

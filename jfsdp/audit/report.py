@@ -1,7 +1,7 @@
 """What a compiled step does, in tables: for a run (`train.py --audit`), a planned one, and two side by side.
 
 Owns the words, and the file that keeps a program for later: `jfsdp audit A B` compares two of them. The figures are
-read by `audit.py`, `gpu.py` and `replay.py`.
+read by `program.py`, `gpu.py` and `replay.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import DisallowNone, Positional, arg
 
-from jfsdp import audit, picture
-from jfsdp.gpu import Exposed
-from jfsdp.hardware import CHIPS, Cluster
+from jfsdp.audit import picture
+from jfsdp.audit import program as audit
+from jfsdp.audit.gpu import Exposed
+from jfsdp.audit.replay import Played, replay
 from jfsdp.metrics import in_words
-from jfsdp.replay import Played, replay
+from jfsdp.planning.hardware import CHIPS, Cluster
 
 MIB = 2**20
 _TITLE = dict(title_justify="left", title_style="bold cyan")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jfsdp.hardware import Cluster
+from jfsdp.planning.hardware import Cluster
 
 RECOMPUTED = {"none": (0.0, 0.0, 0.0), "selective": (0.5, 0.0, 1.0), "dots": (0.0, 1.0, 1.0), "full": (1.0, 1.0, 1.0)}
 """Parts of the forward pass that the backward pass repeats: matmuls, attention, what lies between. "selective" is what

@@ -9,7 +9,7 @@ import html
 from collections.abc import Mapping
 from pathlib import Path
 
-from jfsdp.replay import Event, Played
+from jfsdp.audit.replay import Event, Played
 
 _WIDTH, _LANE = 1160, 34
 _LANES = ("compute", "communication")

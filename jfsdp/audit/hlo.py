@@ -1,7 +1,7 @@
 """Optimised HLO text, parsed as far as an audit needs it.
 
 Owns the spellings: instructions, shapes, element types, loops, groups of devices. What the figures mean is
-told in `audit.py`. Reads what `compiled.as_text()` prints on CPU and GPU from JAX 0.10 to 0.12.
+told in `program.py`. Reads what `compiled.as_text()` prints on CPU and GPU from JAX 0.10 to 0.12.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def device_groups(attributes: str, devices: int) -> Groups:
     if m := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*?)\}", attributes):
         return ordered(_named_groups(*m.groups()))
     raise ValueError(
-        f"cannot read the groups of devices in {attributes[:200]!r}: jfsdp.hlo does not know this spelling. "
+        f"cannot read the groups of devices in {attributes[:200]!r}: jfsdp.audit.hlo does not know this spelling. "
         "Please report it with the versions of jax and jaxlib."
     )
 

@@ -20,10 +20,10 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.conf import DisallowNone, OmitArgPrefixes, arg
 
-from jfsdp.forecast import GIB, Forecast
 from jfsdp.metrics import in_words
-from jfsdp.recommend import Choice, advice, recommend
-from jfsdp.workload import Workload
+from jfsdp.planning.forecast import GIB, Forecast
+from jfsdp.planning.recommend import Choice, advice, recommend
+from jfsdp.planning.workload import Workload
 
 _TITLE = dict(title_justify="left", title_style="bold cyan")
 
@@ -75,7 +75,7 @@ def _run(options: PlanOptions) -> int:
     console, work = _console(), options.workload
     forecast = Forecast(work)
     if options.sweep:
-        from jfsdp import sweep
+        from jfsdp.planning import sweep
 
         rows = sweep.sweep(work)
         if options.picture:
@@ -105,7 +105,7 @@ def _run(options: PlanOptions) -> int:
         if options.recommend:
             console.print(choices_table(choices))
     if options.compile:
-        from jfsdp import compare
+        from jfsdp.planning import compare
 
         compared = compare.compile_workload(work)
         if options.picture:

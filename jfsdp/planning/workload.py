@@ -19,10 +19,10 @@ from jax.sharding import AbstractMesh
 from tyro.conf import DisallowNone, arg
 
 from jfsdp.families import Model, find_model
-from jfsdp.footprint import Layers, batch_shapes, trace
-from jfsdp.hardware import Cluster
 from jfsdp.layout import Plan
 from jfsdp.mesh import REPLICA, SHARD, parse_mesh
+from jfsdp.planning.footprint import Layers, batch_shapes, trace
+from jfsdp.planning.hardware import Cluster
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.state import TrainState

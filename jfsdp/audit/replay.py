@@ -1,6 +1,6 @@
 """A second opinion on hidden communication: a compiled schedule, played on two lanes at declared rates.
 
-Owns the clock. The program's order is the compiler's; how long things take is `hardware.py`'s and the rates here, so
+Owns the clock. The program's order is the compiler's; how long things take is `planning/hardware.py`'s and the rates here, so
 that this estimate and XLA's own, which `gpu.py` reads from its log, can disagree. Nothing runs.
 
 Note [Playing a schedule]
@@ -16,9 +16,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jfsdp import audit, hlo
-from jfsdp.hardware import Cluster
-from jfsdp.roofline import Rates
+from jfsdp.audit import hlo
+from jfsdp.audit import program as audit
+from jfsdp.planning.hardware import Cluster
+from jfsdp.planning.roofline import Rates
 
 _NOTHING = {"get-tuple-element", "parameter", "bitcast", "tuple", "constant", "after-all", "partition-id", "iota"}
 _INNER_LOOP, _LEAST_US = 0.6, 2.0

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jfsdp import hlo
-from jfsdp.hlo import KINDS, Array
+from jfsdp.audit import hlo
+from jfsdp.audit.hlo import KINDS, Array
 
 _LARGE_MATMUL = 10**9  # flops: a microsecond on an H100
 

@@ -1,7 +1,7 @@
 """What the planner knows of GPUs and of the links between them.
 
 Owns the table of GPUs, the network of a cluster and the time that one collective takes. Figures are those of data
-sheets and of published measurements; `gpu.py` describes the same chips to XLA.
+sheets and of published measurements; `audit/gpu.py` describes the same chips to XLA.
 
 Note [Time of a collective]
 Inside a host a ring reaches a part of its best bandwidth that follows from the size of the message: measured on 8 H100

@@ -1,7 +1,7 @@
 """What a run needs, moves and takes, by formula: everything that `jfsdp plan` says of one workload.
 
 Owns how the formulas are put together: memory and traffic from `plan.py`, time from `roofline.py`, the limits of a GPU
-from `hardware.py`. What to do about it is `recommend.py`; how it is printed is `planner.py`.
+from `hardware.py`. What to do about it is `recommend.py`; how it is printed is `command.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from jfsdp import plan as formulas
 from jfsdp.plan import Kept, Move
-from jfsdp.published import ACCOUNTINGS, Published
-from jfsdp.roofline import Run, Shape, Timing, step_time, tokens_to_hide
+from jfsdp.planning.published import ACCOUNTINGS, Published
+from jfsdp.planning.roofline import Run, Shape, Timing, step_time, tokens_to_hide
+from jfsdp.planning.workload import Workload
 from jfsdp.vocab import STREAM_ABOVE
-from jfsdp.workload import Workload
 
 GIB = 2**30
 CONTEXT_BYTES, COMMUNICATOR_BYTES = 0.6 * GIB, 0.4 * GIB

@@ -15,8 +15,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from jfsdp.forecast import GIB, Forecast
-from jfsdp.workload import Workload
+from jfsdp.planning.forecast import GIB, Forecast
+from jfsdp.planning.workload import Workload
 
 STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

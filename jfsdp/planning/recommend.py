@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jfsdp.forecast import GIB, Forecast
-from jfsdp.workload import Workload
+from jfsdp.planning.forecast import GIB, Forecast
+from jfsdp.planning.workload import Workload
 
 
 @dataclass(frozen=True)

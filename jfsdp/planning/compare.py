@@ -1,6 +1,6 @@
 """`jfsdp plan --compile`: the real step, compiled for GPUs that need not be there, beside the formulas.
 
-Owns the comparison, row by row. `gpu.py` compiles, `auditor.py` tells of the program, `forecast.py` has the formulas.
+Owns the comparison, row by row. `audit/gpu.py` compiles, `audit/report.py` tells of the program, `forecast.py` has the formulas.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from jfsdp import auditor, gpu
-from jfsdp.auditor import Audited
-from jfsdp.forecast import Forecast
-from jfsdp.hardware import CHIPS
+from jfsdp.audit import gpu
+from jfsdp.audit import report as auditor
+from jfsdp.audit.report import Audited
 from jfsdp.mesh import REPLICA, SHARD
 from jfsdp.metrics import in_words
-from jfsdp.workload import Workload
+from jfsdp.planning.forecast import Forecast
+from jfsdp.planning.hardware import CHIPS
+from jfsdp.planning.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -132,4 +133,5 @@ def compile_workload(work: Workload) -> Compared:
     work = dataclasses.replace(work, attention=work.attention if work.attention not in (None, "cudnn") else "chunked")
     fields = {f.name: getattr(work, f.name) for f in dataclasses.fields(work)}
     nic = {} if work.network_gbps is None else {"nic_gbps": round(work.network_gbps / 2)}
-    return Compared(work, gpu.compile_ahead("jfsdp.workload:ahead", fields, gpu=described, mesh=work.mesh, **nic))
+    report = gpu.compile_ahead("jfsdp.planning.workload:ahead", fields, gpu=described, mesh=work.mesh, **nic)
+    return Compared(work, report)
