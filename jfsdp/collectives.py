@@ -76,10 +76,23 @@ def gather_updated(shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> A
 
     Runs once a step, after the optimizer: each device receives (n-1)/n of the parameters.
     """
-    stacked = [replace(leaf, shape=leaf.logical_shape, layers=None, dim=leaf.stacked_dim) for leaf in layouts]
-    return _gather_cut(
-        list(shards), [i for i, leaf in enumerate(layouts) if leaf.dim is not None], stacked, "dtype", to="invarying"
-    )
+    cut = [i for i, leaf in enumerate(layouts) if leaf.dim is not None]
+    return _gather_cut(list(shards), cut, [_unstacked(leaf) for leaf in layouts], "dtype", to="invarying")
+
+
+def gather_for_window(shards: Sequence[Array], layouts: Sequence[ParamLayout]) -> Arrays:
+    """One unit's parameters whole, all layers of a stack together, in `param_dtype`: kept for all micro-batches.
+
+    Runs once a step, before the first: each device receives (n-1)/n of the parameters and holds all of them.
+    """
+    cast = [vary(w.astype(leaf.param_dtype), leaf.placement.data_axes) for w, leaf in zip(shards, layouts)]
+    cut = [i for i, leaf in enumerate(layouts) if leaf.dim is not None and not leaf.placement.whole_at_rest]
+    return _gather_cut(cast, cut, [_unstacked(leaf) for leaf in layouts], "param_dtype", to="varying")
+
+
+def _unstacked(leaf: ParamLayout) -> ParamLayout:
+    """The layout of a stack's parameter as one array `[L, ...]`."""
+    return replace(leaf, shape=leaf.logical_shape, layers=None, dim=leaf.stacked_dim)
 
 
 def _gather_cut(

@@ -72,6 +72,7 @@ def traffic(
     schedule: Schedule = Schedule(),
     accumulate: int = 1,
     no_sync: bool = False,
+    reshard_after_backward: bool = True,
     tokens: int | None = None,
 ) -> list[Move]:
     """What every unit receives per device and optimizer step. See Note [Bytes received].
@@ -83,7 +84,12 @@ def traffic(
         options = plan.units.get(unit)
         uses = options.uses if options and tokens is not None else ()
         counter = _Unit(unit, leaves, plan, schedule, accumulate, no_sync)
-        moves += counter.vocabulary(uses, tokens) if uses and counter.cut and tokens is not None else counter.plain()
+        if not reshard_after_backward:
+            moves += counter.kept_for_window(max(1, len(uses)))
+        elif uses and counter.cut and tokens is not None:
+            moves += counter.vocabulary(uses, tokens)
+        else:
+            moves += counter.plain()
     return [m for m in moves if m.received]
 
 
@@ -196,6 +202,12 @@ class _Unit:
 
     def plain(self) -> Iterator[Move] | list[Move]:
         return [*self._gathers(), *self._again(), *self._reductions(), *self._after_reduction()]
+
+    def kept_for_window(self, uses: int) -> list[Move]:
+        """Gathered once for all micro-batches; each use of a vocabulary's table is reduced by itself."""
+        reductions = [move for _ in range(uses) for move in self._reductions()]
+        self.micro = 1
+        return [*self._gathers(1, "once, kept for all micro-batches"), *reductions, *self._after_reduction()]
 
     def vocabulary(self, uses: tuple[str, ...], tokens: int) -> list[Move]:
         """A table used by row exchange, by a streamed head, or by both; see the notes in vocab.py."""

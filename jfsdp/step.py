@@ -48,6 +48,7 @@ class TrainStep:
         *,
         accumulate,
         no_sync,
+        reshard_after_backward,
         clip_norm,
         clip_value,
         norm_type,
@@ -58,7 +59,7 @@ class TrainStep:
     ):
         self.loss, self.plan, self.optimizer = loss, plan, Optimizer(tx, plan)
         self.trained = jax.tree.leaves(plan.trainable)
-        self.accumulate, self.no_sync = accumulate, no_sync
+        self.accumulate, self.no_sync, self.reshard_after_backward = accumulate, no_sync, reshard_after_backward
         self.clip_norm, self.norm_type, self.nonfinite = clip_norm, norm_type, nonfinite
         self.clip_value, self.ema = clip_value, ema
         self._donate, self.options = donate, options
@@ -232,6 +233,8 @@ class TrainStep:
 
     def _local_gradients(self, params, buffers, batch, key, scale):
         plan, axes, n = self.plan, self.plan.placement.data_axes, self.accumulate
+        if not self.reshard_after_backward:
+            params, plan = _gathered_for_window(params, plan)
         micro = jax.tree.map(lambda a: a.reshape(n, a.shape[0] // n, *a.shape[1:]), batch)
         keys = jax.random.split(own_key(key, axes), n)
         terms = partial(loss_terms, self.loss, plan, plan.door)
@@ -345,6 +348,7 @@ def train_step(
     *,
     accumulate: int = 1,
     no_sync: bool = False,
+    reshard_after_backward: bool = True,
     clip_norm: float | None = None,
     clip_value: float | None = None,
     norm_type: float = 2.0,
@@ -361,6 +365,8 @@ def train_step(
     accumulate: micro-batches per step.
     no_sync: keep whole unreduced gradients until the last micro-batch (one reduction per step, all of the gradient's
         bytes); False reduce-scatters each micro-batch into shards. Same result.
+    reshard_after_backward: False gathers all weights once and keeps them whole for all micro-batches, P(S-1)/S bytes
+        received instead of up to 2 x accumulate as many, for the memory of the whole model in `param_dtype`.
     clip_norm: clip to this norm over all parameters; None does not clip.
     clip_value: cut every entry to between minus this and this, after `clip_norm` if both are given; the reported norm
         is that before clipping.
@@ -375,6 +381,11 @@ def train_step(
     """
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}; it counts micro-batches, so use 1 or more.")
+    if accumulate == 1 and not reshard_after_backward:
+        raise ValueError(
+            "reshard_after_backward=False keeps weights from one micro-batch to the next, and accumulate is 1. Use "
+            "SHARD_GRAD_OP, which keeps them from forward to backward, or more micro-batches."
+        )
     if nonfinite not in ("raise", "skip", "ignore"):
         raise ValueError(f"nonfinite {nonfinite!r} is unknown. Use raise, skip or ignore.")
     if clip_norm is not None and not clip_norm > 0:
@@ -392,6 +403,7 @@ def train_step(
         plan,
         accumulate=accumulate,
         no_sync=no_sync,
+        reshard_after_backward=reshard_after_backward,
         clip_norm=clip_norm,
         clip_value=clip_value,
         norm_type=norm_type,
@@ -428,6 +440,20 @@ def eval_step(loss: Callable, plan: Plan) -> Callable:
     placed = (plan.rest_shardings, plan.batch_sharding, plan.sharding(everywhere))
     compiled = jax.jit(sharded, in_shardings=placed, compiler_options=options or None)
     return lambda params, batch, buffers=None: compiled(params, batch, {} if buffers is None else buffers)
+
+
+def _gathered_for_window(params, plan: Plan):
+    """Whole parameters, and a plan of the same gradients that finds them whole."""
+    flat, tree = jax.tree.flatten(plan.layouts)
+    whole = [offload.to_device(w) for w in tree.flatten_up_to(params)]
+    units: dict[str, list[int]] = {}
+    for i, leaf in enumerate(flat):
+        units.setdefault(leaf.unit, []).append(i)
+    for members in units.values():
+        for i, w in zip(members, collectives.gather_for_window(*zip(*((whole[i], flat[i]) for i in members)))):
+            whole[i] = w
+    kept = [replace(i, placement=replace(i.placement, whole_at_rest=True, reshard_after_forward=False)) for i in flat]
+    return jax.tree.unflatten(tree, whole), replace(plan, layouts=jax.tree.unflatten(tree, kept))
 
 
 def _finish(grad: Array, leaf: ParamLayout, options: UnitOptions | None) -> Array:

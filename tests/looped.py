@@ -1,4 +1,4 @@
-"""A model whose blocks run in a Python loop, large enough for a GPU's schedule to matter; only compiled, ahead of time."""
+"""A model whose blocks run in a Python loop, large enough for a GPU's schedule to matter; compiled only."""
 
 import jax
 import jax.numpy as jnp

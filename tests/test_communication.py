@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from jfsdp import plan as planning
 from jfsdp.layout import UnitOptions
 from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
@@ -217,6 +218,13 @@ class TestAccumulation:
         assert got.program.count("reduce-scatter") == UNITS * self.MICRO
         assert got.program.received_bytes("all-reduce", "replica") == (MIB // 4 if mesh == "2x4" else 0)
         assert held(got) == [(UNITS, 128 // shards, 256)]
+
+    def test_weights_kept_for_the_window_are_gathered_once(self):
+        got = equal_units(late=False, accumulate=self.MICRO, reshard_after_backward=False)
+        assert got.program.received_bytes("all-gather", "shard") == MIB * 7 // 8
+        assert got.program.count("reduce-scatter") == UNITS * self.MICRO
+        moves = planning.traffic(got.plan, accumulate=self.MICRO, reshard_after_backward=False)
+        assert sum(m.received for m in moves if m.kind == "all-gather") == MIB * 7 // 8
 
     @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
     def test_both_apply_the_same_gradient(self, mesh):

@@ -212,14 +212,15 @@ class TestAccumulation:
         params = {"blocks": {"kernel": np.random.default_rng(0).normal(size=(5, 16, 24)) * 0.3}}
         batch = {"x": np.random.default_rng(1).normal(size=(32, 16))}
         ends = []
-        for mesh, accumulate, no_sync in [
-            ("1x1", 1, False),
-            ("1x8", 4, False),
-            ("2x4", 2, True),
-            ("2x4", 4, False),
+        for mesh, options in [
+            ("1x1", {}),
+            ("1x8", dict(accumulate=4)),
+            ("2x4", dict(accumulate=2, no_sync=True)),
+            ("2x4", dict(accumulate=4)),
+            ("2x4", dict(accumulate=2, reshard_after_backward=False)),
         ]:
             state, tx, plan = start(params, mesh, tx=optax.adamw(1e-2), units=BLOCKS)
-            step = train_step(block_loss, tx, plan, accumulate=accumulate, no_sync=no_sync, clip_norm=1.0)
+            step = train_step(block_loss, tx, plan, clip_norm=1.0, **options)
             for _ in range(3):
                 state, metrics = step(state, batch)
             ends.append((state.params, metrics["loss"], metrics["grad_norm"]))

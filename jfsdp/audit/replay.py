@@ -1,7 +1,7 @@
 """A second opinion on hidden communication: a compiled schedule, played on two lanes at declared rates.
 
-Owns the clock. The program's order is the compiler's; how long things take is `planning/hardware.py`'s and the rates here, so
-that this estimate and XLA's own, which `gpu.py` reads from its log, can disagree. Nothing runs.
+Owns the clock. The program's order is the compiler's; how long things take is said by `planning/hardware.py` and the
+rates here, so that this estimate and XLA's own, which `gpu.py` reads from its log, can disagree. Nothing runs.
 
 Note [Playing a schedule]
 Instructions start in the order of the text. Matmuls take their operations at the rate of a training step, other kernels

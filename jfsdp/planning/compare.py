@@ -1,6 +1,7 @@
 """`jfsdp plan --compile`: the real step, compiled for GPUs that need not be there, beside the formulas.
 
-Owns the comparison, row by row. `audit/gpu.py` compiles, `audit/report.py` tells of the program, `forecast.py` has the formulas.
+Owns the comparison, row by row. `audit/gpu.py` compiles, `audit/report.py` tells of the program, `forecast.py` has the
+formulas.
 """
 
 from __future__ import annotations
