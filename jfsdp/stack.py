@@ -169,8 +169,11 @@ class _Stack:
             cotangent=to_x,
             queue=[saved.last_weights, *(self.fetch(saved.shards, i, again=True) for i in ahead)] if self.frees else [],
             waiting=reducer.start(),
+            # What is the same on every device (a constant, a mean over the batch) gets a gradient that is, too.
             to_shared=[
-                collectives.vary(jnp.zeros(s.shape, s.dtype), self.axes) for s, w in zip(shared, wanted[1]) if w
+                collectives.vary(jnp.zeros(s.shape, s.dtype), jax.typeof(s).manual_axis_type.varying)
+                for s, w in zip(shared, wanted[1])
+                if w
             ],
         )
 
@@ -225,7 +228,7 @@ def _run_sharded(block, leaves: list[Sharded], tree, x, shared, inputs, schedule
         return [_vary(a, axes) for a in (*jax.tree.leaves(new_x), *out)]
 
     hoisted, consts = hoist(flat_block, stand_ins(layouts), x, [at(a, 0) for a in inputs], shared)
-    n, shared = len(shared), [*shared, *(_vary(c, axes) for c in consts)]
+    n, shared = len(shared), [*shared, *consts]
     stack = _Stack(lambda w, x, s, given: hoisted(s[n:], w, x, given, s[:n]), leaves, schedule)
 
     def primal(slots, shards, held, x, inputs, shared):
@@ -289,8 +292,8 @@ class Stack(nnx.Module):
         graph, params, rest = nnx.split(self.each, nnx.Param, ...)
 
         def block(weights, x, rest, *shared):
-            module = nnx.merge(graph, weights, rest)
-            return module(x, *shared), nnx.state(module, nnx.Not(nnx.Param))
+            before, module = jax.tree.leaves(rest), nnx.merge(graph, weights, rest)
+            return module(x, *shared), written(before, module)
 
         x, rest = run_stack(block, params, x, *shared, inputs=rest, remat=self.remat, schedule=self.schedule)
         nnx.update(self.each, rest)
@@ -305,6 +308,14 @@ class Stack(nnx.Module):
             return getattr(nnx.merge(graph, weights), method)(x, given, *shared)
 
         return run_stack(block, params, x, *shared, inputs=inputs, remat=self.remat, schedule=self.schedule)
+
+
+def written(before: list, module: nnx.Module) -> nnx.State:
+    """A module's variables, parameters aside, that hold none of the arrays in `before`: only those need leave a traced
+    call."""
+    old = {id(leaf) for leaf in before}
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))
+    return nnx.from_flat_state([(path, v) for path, v in flat if any(id(a) not in old for a in jax.tree.leaves(v))])
 
 
 def _check_leaves(leaves: list) -> None:

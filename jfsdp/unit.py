@@ -221,7 +221,6 @@ def _call(fn: Callable, sharded: list[Sharded], tree, args):
     x = [collectives.vary(a, axes) if is_floating(a) else a for a in x]
     fn = partial(_flat_call, fn, tree, x_tree, out_tree := [])
     fn, consts = hoist(fn, stand_ins(layouts), x)
-    consts = [collectives.vary(c, axes) if is_floating(c) else c for c in consts]
     trained = [p.sink is not None for p in sharded]
     turn = sharded[0].order.next(layouts[0].unit)
     split: list[Split] = []
@@ -246,7 +245,7 @@ def _call(fn: Callable, sharded: list[Sharded], tree, args):
         to_weights, to_x, to_consts, _ = split[-1].pullback(weights, saved, consts, [], cotangents)
         to_sinks, to_slots = _hand_back(spread(to_weights, trained), sharded, turn)
         # What is below waits for the reduction above, so that no more than two whole gradients are alive.
-        to_x, to_consts = (order.after([reduced_above], arrays) for arrays in (to_x, to_consts))
+        to_x = order.after([reduced_above], to_x)
         reduced = collectives.vary(order.ticket(to_slots), axes)
         return (
             [None] * len(layouts),

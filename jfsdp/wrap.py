@@ -35,7 +35,7 @@ from jfsdp.offload import OffloadPolicy
 from jfsdp.order import Prefetch
 from jfsdp.policy import Policy
 from jfsdp.precision import MixedPrecision
-from jfsdp.stack import Stack, checkpointed
+from jfsdp.stack import Stack, checkpointed, written
 from jfsdp.strategy import ShardingStrategy
 from jfsdp.unit import Unavailable, call_uncast, is_sharded, unshard
 from jfsdp.vocab import Embed, Head
@@ -306,11 +306,11 @@ def _run_unit(module: nnx.Module, method: Callable, args: tuple, kwargs: dict):
         filled = dict(zip(paths, values)) | {paths[i]: w for i, w in zip(own, weights)}
         fresh_state = jax.tree.map(lambda v: v, state, is_leaf=is_sharded)
         nnx.replace_by_pure_dict(fresh_state, _unflatten(filled))
-        fresh = nnx.merge(graph, fresh_state)
+        before, fresh = jax.tree.leaves(fresh_state, is_leaf=is_sharded), nnx.merge(graph, fresh_state)
         arguments = dict(enumerate(given)) | dict(zip(moving, arrays))
         args, kwargs = jax.tree.unflatten(given_tree, [arguments[i] for i in range(len(given))])
         out = method(fresh, *args, **kwargs)
-        return out, nnx.state(fresh, nnx.Not(nnx.Param))
+        return out, written(before, fresh)
 
     fn = checkpointed(fn, module.fsdp.options.remat)
     out, rest = call_uncast(fn, [values[i] for i in own], [given[i] for i in moving])

@@ -509,6 +509,66 @@ class TestState:
         assert_close(state.logical_params(), nnx.to_pure_dict(params), 1e-11)
         assert_close(state.buffers, nnx.to_pure_dict(rest), 1e-11)
 
+    @pytest.mark.parametrize("place", ["unit", "stack"])
+    def test_what_no_parameter_is_may_be_read_inside_a_unit(self, place):
+        """A constant, a buffer, and a mean over the whole batch that is differentiated."""
+        scale = np.linspace(0.5, 1.5, WIDTH)
+
+        class Reads(nnx.Module):
+            def __init__(self, rngs):
+                self.w, self.shift = linear(WIDTH, WIDTH, rngs), nnx.Variable(jnp.ones((WIDTH,), DTYPE))
+
+            def __call__(self, x, *given):
+                return x + jnp.tanh(self.w(x)) * scale + self.shift[...] * sum(given)
+
+        class Whole(nnx.Module):
+            def __init__(self):
+                rngs = nnx.Rngs(0)
+                self.first = linear(WIDTH, WIDTH, rngs)
+                self.reads = Reads(rngs) if place == "unit" else Stack(Reads, 2, rngs=rngs)
+                self.out = linear(WIDTH, 13, rngs)
+
+            def __call__(self, x):
+                x = self.first(x)
+                means = x.mean(0)
+                if randomness.current() is not None:
+                    means = jax.lax.pmean(means, ("replica", "shard"))  # of all rows, as on one device
+                return self.out(self.reads(x, means))
+
+        want, _ = train_alone(Whole(), batch_of(), optax.sgd(0.1), 4)
+        model = Whole()
+        fully_shard(model.reads)
+        state, _ = train(fully_shard(model, mesh=submesh("2x4")), batch_of(), optax.sgd(0.1), 4)
+        assert_close(state.logical_params(), want, 1e-11)
+
+    @pytest.mark.parametrize("bare", [False, True])
+    def test_batch_norms_inside_units(self, bare):
+        class Normed(nnx.Module):
+            def __init__(self, rngs):
+                self.w = linear(WIDTH, WIDTH, rngs)
+                self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, param_dtype=DTYPE, dtype=DTYPE)
+
+            def __call__(self, x):
+                return self.norm(self.w(x))
+
+        class Whole(nnx.Module):
+            def __init__(self):
+                rngs = nnx.Rngs(0)
+                self.normed, self.out = Normed(rngs), linear(WIDTH, 13, rngs)
+
+            def __call__(self, x):
+                return self.out(self.normed(x))
+
+        tx = optax.sgd(0.1)
+        models = [Whole(), Whole()]
+        fully_shard(models[0].normed.norm if bare else models[0].normed)
+        (state, _), (one, _) = (
+            train(fully_shard(m, mesh=submesh(at)), batch_of(), tx, 4) for m, at in zip(models, ("2x4", "1x1"))
+        )
+        assert_close(state.logical_params()["out"], one.logical_params()["out"], 1e-11)
+        assert_close(state.buffers, one.buffers, 1e-11)
+        assert not np.allclose(state.buffers["normed"]["norm"]["mean"], 0)
+
     def test_integer_and_boolean_state_is_kept_and_counted(self):
         class Counting(nnx.Module):
             def __init__(self):
