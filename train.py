@@ -23,7 +23,7 @@ from rich.markup import escape
 
 from jfsdp import cli, data, processes, tables
 from jfsdp.audit import report as auditor
-from jfsdp.checkpoint import Metadata, SaveError, open_checkpoint, restore
+from jfsdp.checkpoint import DamagedCheckpoint, Metadata, SaveError, open_checkpoint, restore
 from jfsdp.generate import make_generate
 from jfsdp.huggingface import load_pretrained
 from jfsdp.layout import Plan
@@ -70,7 +70,8 @@ def train(job: cli.Job, console: Console) -> int:
         state, saved = begin(job, plan, tx, console)
     start = 0 if saved is None else saved.step
     if start >= steps:
-        console.print(f"nothing to do: step {start} of {steps} is in {job.resume}. --steps trains longer.")
+        words = f"nothing to do: step {start} of {steps} is in {job.resume}."
+        console.print(f"{words} More --steps with --reschedule train longer.")
         return 0
     no_sync, clip_norm = not config.training.sync, config.training.clip_norm
     step = train_step(loss, tx, plan, accumulate=config.data.accumulate, no_sync=no_sync, clip_norm=clip_norm)
@@ -132,10 +133,18 @@ def begin(job: cli.Job, plan: Plan, tx, console: Console) -> tuple[TrainState, M
             params = load_pretrained(folder, plan, job.model.family, start=new_params)
         return TrainState.create(params, tx, plan, seed=job.config.training.seed), None
     like, path = TrainState.abstract(tx, plan), None if job.config.checkpoints.resume == "auto" else job.resume
-    if job.checkpoints is not None:
-        state, saved = job.checkpoints.restore(like, path=path)
-    else:
-        state, saved = restore(path, like), open_checkpoint(path).metadata
+    try:
+        if job.checkpoints is not None:
+            state, saved = job.checkpoints.restore(like, path=path)
+        else:
+            state, saved = restore(path, like), open_checkpoint(path).metadata
+    except DamagedCheckpoint:
+        raise
+    except ValueError as error:
+        other = open_checkpoint(job.resume).metadata.run.get("model", job.model.name)
+        if other == job.model.name:
+            raise
+        raise ValueError(f"{job.resume} holds a run of --model {other}, not of {job.model.name}. {error}") from error
     job.batches.start_at(saved.step)
     for writer in job.writers:
         writer.forget_after(saved.step)

@@ -188,7 +188,7 @@ def load(
     if source is not None and not Path(source).exists():
         raise ValueError(
             f"{source}: there is no such file or folder. Give a text file, a folder of them, a .jsonl, "
-            f"a .npy or .bin of token ids, or None for the built-in text."
+            f"a .npy or .bin of token ids, or none for the built-in text."
         )
     if end_of_document is not None and not 0 <= end_of_document < vocab_size:
         raise ValueError(

@@ -430,6 +430,8 @@ class Export:
     """Write the LoRA adapters alone, for peft; without it they are merged into the weights."""
     part: Literal["params", "ema"] = "params"
     """The weights, or their moving average."""
+    overwrite: bool = False
+    """Write into a folder that has files already."""
 
 
 def export_command(argv: Sequence[str]) -> int:
@@ -457,6 +459,8 @@ def export(options: Export) -> str:
 
     Raises: ValueError for a checkpoint that does not say which model it holds, or holds another one.
     """
+    if options.out.exists() and not options.overwrite and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise ValueError(f"{options.out} is there already and not empty. Name another folder, or use --overwrite.")
     found = open_checkpoint(options.checkpoint)
     run = found.metadata.run
     if (name := options.model or run.get("model")) is None:

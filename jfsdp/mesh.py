@@ -47,7 +47,8 @@ def make_mesh(spec: str | tuple[int, int] = "auto", *, devices=None, allow_idle:
     if wanted > present:
         raise ValueError(
             f"mesh {replica}x{shard} needs {wanted} devices and {present} are present. "
-            f"Use a mesh whose product is {present}, such as 1x{present}, or simulate devices on a CPU machine."
+            f"Use a mesh whose product is {present}, such as 1x{present}, or simulate {wanted} devices on a CPU "
+            f"machine (simulate_devices({wanted}), --simulate {wanted})."
         )
     if wanted < present and not allow_idle:
         raise ValueError(

@@ -157,6 +157,11 @@ class TrainStep:
             )
 
     def _check_plan(self, state: TrainState) -> None:
+        if getattr(state.step, "is_deleted", lambda: False)():
+            raise RuntimeError(
+                "this state was given to a step before, which took its arrays. Go on with the state that the step "
+                "returned, or build the step with donate=False."
+            )
         if state.plan is not self.plan:
             raise ValueError(
                 "the state was made with another plan than the step, even if both say the same. "

@@ -176,7 +176,12 @@ def summary(job: Job, losses: Sequence[float], last: Record, throughput: Through
     lines["compile"] = f"{throughput.compile_s:.1f} s, the first step included; {programs}"
     if last["step"] < c.training.steps:
         lines["stopped"] = "by Ctrl-C or SIGTERM, between two steps"
-    lines["go on"] = "--steps 1000 trains longer, --data FOLDER reads your text, --help tells of all"
+    if (folder := c.checkpoints.checkpoint) is None:
+        lines["go on"] = "--steps 1000 trains longer, --data FOLDER reads your text, --help tells of all"
+    elif last["step"] < c.training.steps:
+        lines["go on"] = f"the same command goes on from step {last['step']}, which is saved in {folder}"
+    else:
+        lines["go on"] = f"it is saved in {folder}; more --steps with --reschedule train it longer"
     table = Table.grid(padding=(0, 2))
     for name, words in lines.items():
         table.add_row(f"[bold cyan]{name}", words)

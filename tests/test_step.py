@@ -180,6 +180,14 @@ class TestBatches:
             train_step(products, tx, plan, **option)
 
 
+def test_a_state_that_a_step_has_taken_is_refused_with_what_to_use():
+    state, tx, plan = start({"p": zeros(8)})
+    step = train_step(lambda p, batch, key: jnp.sum(unshard(p)["p"] ** 2), tx, plan)
+    step(state, {"x": zeros(8)})
+    with pytest.raises(RuntimeError, match="given to a step before.*Go on with the state that the step returned"):
+        step(state, {"x": zeros(8)})
+
+
 class TestAccumulation:
     @pytest.mark.parametrize("no_sync", [True, False])
     def test_hybrid_copies_stay_equal_over_ten_windows(self, no_sync):
