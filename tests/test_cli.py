@@ -129,7 +129,7 @@ def test_the_strategy_is_in_the_first_lines(capsys):
     ("--lr 0", "lr is 0.0; use a number above 0"),
     ("--clip-norm -1", "clip_norm is -1.0; use a number above 0"),
     ("--warmup 5 --steps 5", "warmup takes 5 of 5 steps"),
-    ("--precision fp16", "invalid choice 'fp16' .*'fp32', 'bf16'"),
+    ("--precision fp8", "invalid choice 'fp8' .*'fp32', 'bf16', 'fp16'"),
     ("--remat half", "invalid choice 'half' .*'none', 'full', 'dots'"),
     ("--prefetch 3", "invalid choice '3'"),
     ("--stepz 3", "Unrecognized options: --stepz.* --steps"),
@@ -311,7 +311,7 @@ def instant(monkeypatch):
         done.append("step")
         if len(done) == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return state, dict(loss=1.0, weight=1.0, grad_norm=1.0, skipped=0)
+        return state, dict(loss=1.0, weight=1.0, grad_norm=1.0, skipped=0, updates=len(done))
 
     monkeypatch.setattr(train, "train_step", lambda *_, **__: step)
     evaluation = lambda job, plan: lambda params, _: done.append("evaluation") or 1.0  # noqa: E731
@@ -362,7 +362,7 @@ def test_a_mistake_in_the_code_keeps_its_traceback():
 
 
 def test_a_dry_run_forecasts_and_touches_nothing(here, capsys, monkeypatch):
-    monkeypatch.setattr(train, "plan_module", lambda *_, **__: pytest.fail("a dry run made parameters"))
+    monkeypatch.setattr(train, "begin", lambda *_, **__: pytest.fail("a dry run made parameters"))
     words = "--model llama3-8b --mesh 2x4 --seq-len 8192 --remat full --dry-run".split()
     assert train.main([*words, "--metrics", "m.jsonl"]) == 0
     said = capsys.readouterr().out
