@@ -295,6 +295,8 @@ def absorb(whole: Maybe, pieces: Maybe, held: Maybe, layouts: Sequence[ParamLayo
     """
     adds_whole = [regime.holds_whole(leaf) for leaf in layouts]
     sums = [_add(w, h if a else None) for w, h, a in zip(whole, held, adds_whole)]
+    # Nothing hands back pieces of what is held whole; a loop around a use makes zeros of them.
+    pieces = [None if a and not regime.last else p for p, a in zip(pieces, adds_whole)]
     scatter = [i for i, s in enumerate(sums) if s is not None and (regime.last or not adds_whole[i])]
     scattered = collectives.reduce_scatter([sums[i] for i in scatter], [layouts[i] for i in scatter])
     for i, s in zip(scatter, scattered):

@@ -698,6 +698,22 @@ class TestAccumulation:
         state, _ = train(fully_shard(model, mesh=submesh("1x8")), batch_of(), optax.sgd(0.1), 3)
         assert_close(state.logical_params(), want, 1e-12)
 
+    @pytest.mark.parametrize("no_sync", [False, True])
+    def test_a_unit_inside_a_loop_with_micro_batches(self, no_sync):
+        class Looped(nnx.Module):
+            def __init__(self):
+                self.block, self.out = Block(nnx.Rngs(0)), linear(WIDTH, 13, nnx.Rngs(1))
+
+            def __call__(self, x):
+                return self.out(jax.lax.scan(lambda x, _: (self.block(x), None), x, length=2)[0])
+
+        want, _ = train_alone(Looped(), batch_of(), optax.sgd(0.1), 3)
+        model = Looped()
+        fully_shard(model.block)
+        options = dict(accumulate=2, no_sync=no_sync)
+        state, _ = train(fully_shard(model, mesh=submesh("2x4")), batch_of(), optax.sgd(0.1), 3, **options)
+        assert_close(state.logical_params(), want, 1e-12)
+
     def test_with_micro_batches_the_unit_adds_up_and_the_loop_is_refused(self):
         want, _ = train_alone(self.Outer(1), batch_of(), optax.sgd(0.1), 3)
         models = [fully_shard(self.Outer(trips), mesh=submesh("1x8")) for trips in (1, 2)]
