@@ -157,7 +157,8 @@ class TrainStep:
             )
 
     def _check_plan(self, state: TrainState) -> None:
-        if getattr(state.step, "is_deleted", lambda: False)():
+        is_real = isinstance(state.step, Array) and not isinstance(state.step, jax.core.Tracer)
+        if is_real and state.step.is_deleted():
             raise RuntimeError(
                 "this state was given to a step before, which took its arrays. Go on with the state that the step "
                 "returned, or build the step with donate=False."
