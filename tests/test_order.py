@@ -151,3 +151,10 @@ class TestGpuProgram:
         text = events(looped())
         last_gather = text.rindex("<")
         assert text[:last_gather].count("(") >= 6
+
+    def test_lists_by_name_gather_as_the_limit_does(self):
+        """Each block lets the next one be gathered, and in the backward pass the one before: the program of limit=2."""
+        names = [f"blocks.{i}" for i in range(6)]
+        forward, backward = {a: [b] for a, b in zip(names, names[1:])}, {b: [a] for a, b in zip(names, names[1:])}
+        listed = gpu.compile_ahead("tests.looped:ahead", dict(limit=1, forward=forward, backward=backward))
+        assert events(listed) == events(looped()) != events(looped(limit=1))
