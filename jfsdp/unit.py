@@ -217,6 +217,7 @@ def _gather_and_keep(sharded: list[Sharded]) -> Arrays:
 def _call(fn: Callable, sharded: list[Sharded], tree, args):
     layouts = [p.layout for p in sharded]
     axes, frees = layouts[0].placement.data_axes, any(leaf.placement.reshard_after_forward for leaf in layouts)
+    gathers = any(leaf.dim is not None and not leaf.placement.whole_at_rest for leaf in layouts)
     x, x_tree = jax.tree.flatten(args)
     x = [collectives.vary(a, axes) if is_floating(a) else a for a in x]
     fn = partial(_flat_call, fn, tree, x_tree, out_tree := [])
@@ -228,7 +229,8 @@ def _call(fn: Callable, sharded: list[Sharded], tree, args):
     def forward(shards, sinks, slots, x, consts, tickets, previous):
         ticket = collectives.vary(order.ticket(x), axes)
         waits_for = [t for t, other in zip(tickets, turn.wires) if other in turn.after] or [ticket]
-        weights = collectives.gather(order.after(waits_for, shards), layouts)  # See Note [Tickets]
+        shards = order.after(waits_for, shards) if gathers else shards  # See Note [Tickets]
+        weights = collectives.gather(shards, layouts)
         wanted = (trained, [is_floating(c) for c in consts], [])
         split.append(Split(lambda w, x, c, _: fn(c, w, x), weights, x, consts, [], wanted))
         out, saved = split[-1].forward(weights, x, consts, [])

@@ -20,6 +20,7 @@ from jfsdp.stack import Stack
 from jfsdp.vocab import Embed, Head
 
 from .attention import IMPLEMENTATIONS, attend_cached, attention, document_starts
+from .config_json import check_config
 from .layers import LayerNorm, Linear
 
 
@@ -232,14 +233,8 @@ def config_from(hf: Mapping[str, Any]) -> Config:
 
     Raises: ValueError for a field that is missing, NotImplementedError for one that asks for another model.
     """
-    for key, known in _HF_KNOWN.items():
-        if hf.get(key) not in (*known, *(() if key == "model_type" else (None,))):
-            raise NotImplementedError(
-                f"config.json: {key} is {hf.get(key)!r}; models/gpt2.py computes without it or with one of "
-                f"{list(known)}. Use a checkpoint whose config.json says so."
-            )
-    if missing := [key for key in _HF_FIELDS.values() if key not in hf]:
-        raise ValueError(f"config.json lacks {', '.join(missing)}. Give the file as its checkpoint has it.")
+    said = {**hf, "model_type": hf.get("model_type") or "none"}  # a file that does not say is taken for a Llama's
+    check_config(said, _HF_KNOWN, _HF_FIELDS.values(), family="models/gpt2.py")
     return Config(
         **{ours: hf[theirs] for ours, theirs in _HF_FIELDS.items()},
         inner_width=hf.get("n_inner"),

@@ -27,6 +27,7 @@ from jfsdp.stack import Stack
 from jfsdp.vocab import Embed, Head
 
 from .attention import IMPLEMENTATIONS, attend_cached, attention, document_starts, wide
+from .config_json import check_config
 from .layers import Linear, RMSNorm
 
 
@@ -388,16 +389,9 @@ def config_from(hf: Mapping[str, Any]) -> Config:
     """
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     said = {**hf, **rope, "rope_type": rope.get("rope_type") or rope.get("type")}  # "type" until 2024
-    for key, known in _HF_KNOWN.items():
-        if said.get(key) is not None and said[key] not in known:
-            raise NotImplementedError(
-                f"config.json: {key} is {said[key]!r}; models/llama.py computes without it or with one of "
-                f"{list(known)}. Use a checkpoint whose config.json says so."
-            )
     is_scaled = said["rope_type"] == "llama3"
     rope_fields = [f.name for f in fields(RopeScaling)] if is_scaled else []
-    if missing := [key for key in [*_HF_FIELDS.values(), *rope_fields] if key not in said]:
-        raise ValueError(f"config.json lacks {', '.join(missing)}. Give the file as its checkpoint has it.")
+    check_config(said, _HF_KNOWN, [*_HF_FIELDS.values(), *rope_fields], family="models/llama.py")
     kind = said.get("model_type", "llama")
     return Config(
         **{ours: said[theirs] for ours, theirs in _HF_FIELDS.items()},

@@ -1,0 +1,24 @@
+"""What every family asks of a Hugging Face `config.json` before it reads one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def check_config(
+    said: Mapping[str, Any], known: Mapping[str, Sequence[Any]], needed: Iterable[str], *, family: str
+) -> None:
+    """Refuse a `config.json` that describes another model than `family`, a file in `models/`.
+
+    known: values with which the family computes, by field; a field that is absent or null asks for nothing.
+    Raises: NotImplementedError for another value, ValueError listing `needed` fields that are missing.
+    """
+    for key, values in known.items():
+        if said.get(key) is not None and said[key] not in values:
+            raise NotImplementedError(
+                f"config.json: {key} is {said[key]!r}; {family} computes without it or with one of {list(values)}. "
+                "Use a checkpoint whose config.json says so."
+            )
+    if missing := [key for key in needed if key not in said]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}. Give the file as its checkpoint has it.")
