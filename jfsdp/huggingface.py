@@ -6,8 +6,9 @@ format is `safetensors.py`; what a name means is the family's (`NAMES`, see Note
 Note [Streaming]
 No process ever holds more than one tensor of the file, or one layer of one parameter, in host memory. On the way in,
 each process reads the rows and columns that its devices hold, places them as the plan says (padded and sharded), and
-writes them into the stacked parameter on the devices, in place. On the way out, one layer of one parameter is
-fetched, written and let go.
+writes them into the stacked parameter on the devices, in place; where parameters are offloaded it then goes to pinned
+host memory, and the devices hold one at a time. On the way out, one layer of one parameter is fetched, written and let
+go.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def load_pretrained(folder: str | Path, plan: Plan, family: Any, *, start: Calla
     else:
         named, found = _match_saved(open_checkpoint(folder), plan)
     own = _new_parameters(plan, start, [leaf.path for leaf in plan.leaves if _is_adapter(leaf)])
-    placed = {one.leaf.path: _place(one, [found[name] for name in one.names], plan) for one in named}
+    placed = {one.leaf.path: _settle(_place(one, [found[n] for n in one.names], plan), one.leaf, plan) for one in named}
     return plan.map(lambda leaf: {**own, **placed}[leaf.path])
 
 
@@ -354,6 +355,11 @@ def _place(one: Named, tensors: list[Tensor], plan: Plan) -> jax.Array:
             insert_layer(rest)(stacked, placed, layer)
         )  # waits, or host copies would pile up
     return stacked
+
+
+def _settle(value: jax.Array, leaf: ParamLayout, plan: Plan) -> jax.Array:
+    """A parameter where it lies between steps: on the host if it is offloaded."""
+    return jax.block_until_ready(jax.device_put(value, plan.rest_sharding(leaf)))
 
 
 def _place_layer(one: Named, tensor: Tensor, sharding: NamedSharding, stored: tuple[int, ...]) -> jax.Array:

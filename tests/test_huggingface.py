@@ -21,6 +21,8 @@ import pytest
 from flax import nnx
 
 from jfsdp.huggingface import _cast, entries, fetch_layer, load_pretrained, name_parameters, save_pretrained
+from jfsdp.lora import LoraOptions, add_lora
+from jfsdp.offload import HOST, CPUOffloadPolicy
 from jfsdp.safetensors import Entry, Tensor, read_safetensors, write_safetensors
 from jfsdp.state import TrainState
 from jfsdp.step import eval_step, train_step
@@ -292,6 +294,21 @@ def test_what_is_loaded_equals_what_was_placed_and_may_be_donated(tmp_path):
     step = train_step(lambda model, batch, key: (model.norm.scale[...].sum(), 1.0), tx, plan)
     step(TrainState.create(params, tx, plan), {"x": np.zeros((8, 1))})
     assert all(tensor[...].tobytes() == want[name].tobytes() for name, tensor in read_safetensors(tmp_path).items())
+
+
+def test_offloaded_parameters_are_loaded_into_host_memory(tmp_path):
+    """Adapters are created there; what goes out is what came in, and a state takes all of it."""
+    want = write_random(tmp_path / "in", llama, UNEVEN)
+    options = LoraOptions(rank=2, targets=("q", "down"))
+    make = lambda: add_lora(llama.build(UNEVEN, rngs=nnx.Rngs(0)), options, rngs=nnx.Rngs(1))  # noqa: E731
+    plan = plan_module(make, mesh=submesh("1x2"), offload_policy=CPUOffloadPolicy(), trainable=nnx.LoRAParam)
+    start = lambda: nnx.to_pure_dict(nnx.state(make(), nnx.Param))  # noqa: E731
+    params = load_pretrained(tmp_path / "in", plan, llama, start=start)
+    assert {w.sharding.memory_kind for w in jax.tree.leaves(params)} == {HOST}
+    TrainState.create(params, optax.sgd(1.0), plan)
+    save_pretrained(tmp_path / "out", params, plan, llama, UNEVEN)
+    got = read_safetensors(tmp_path / "out")
+    assert all(got[name][...].tobytes() == a.tobytes() for name, a in want.items())
 
 
 def test_neither_way_holds_more_than_a_tensor_on_the_host(tmp_path):
