@@ -13,12 +13,11 @@ follow the weights: Note [Dtypes] in layers.py.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -26,30 +25,10 @@ from jax.typing import DTypeLike
 from jfsdp.stack import Stack
 from jfsdp.vocab import Embed, Head
 
-from .attention import IMPLEMENTATIONS, attend_cached, attention, document_starts, wide
+from .attention import IMPLEMENTATIONS, attend_cached, attention, document_starts
 from .config_json import check_config
 from .layers import Linear, RMSNorm
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's stretching of RoPE to rows longer than it was first trained on."""
-
-    factor: float
-    """How many times slower the slow frequencies turn."""
-    low_freq_factor: float = 1.0
-    """Frequencies with fewer turns than this over the original length are slowed by the whole factor."""
-    high_freq_factor: float = 4.0
-    """Frequencies with more turns than this stay as they are; between the two, the factor fades in."""
-    original_max_position_embeddings: int = 8192
-    """Tokens of the rows that it was first trained on."""
-
-    def __post_init__(self):
-        if not self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"rope_scaling.high_freq_factor is {self.high_freq_factor}, not above low_freq_factor "
-                f"{self.low_freq_factor}: frequencies are graded between the two. Llama 3 uses 1.0 and 4.0."
-            )
+from .rope import SCALINGS, LinearScaling, Llama3Scaling, YarnScaling, rope_tables, rotate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +51,7 @@ class Config:
     """Width inside the MLP (F)."""
     rope_theta: float = 500_000.0
     """Base of the RoPE wavelengths."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
     """None leaves the wavelengths as they are."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
@@ -119,6 +98,7 @@ class Config:
 
 _SMALL = dict(query_chunk=64)  # scores of 64 queries stay in a CPU's cache
 _LLAMA3 = dict(num_kv_heads=8, vocab_size=128_256)
+_STRETCHED = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 _QWEN = dict(rope_theta=1_000_000.0, norm_eps=1e-6)
 _QWEN2 = dict(qkv_bias=True)
 _QWEN3 = dict(qk_norm=True, num_kv_heads=8, head_dim=128, vocab_size=151_936)
@@ -132,11 +112,11 @@ presets: dict[str, Config] = {
                          inner_width=2048, tied=True),
     # As published: Llama 3.2 1B, 3.1 8B, 3.1 70B.
     "llama3-1b": Config(**_LLAMA3, width=2048, num_layers=16, num_heads=32, inner_width=8192, tied=True,
-                        rope_scaling=RopeScaling(factor=32.0)),
+                        rope_scaling=Llama3Scaling(factor=32.0, **_STRETCHED)),
     "llama3-8b": Config(**_LLAMA3, width=4096, num_layers=32, num_heads=32, inner_width=14_336,
-                        rope_scaling=RopeScaling(factor=8.0)),
+                        rope_scaling=Llama3Scaling(factor=8.0, **_STRETCHED)),
     "llama3-70b": Config(**_LLAMA3, width=8192, num_layers=80, num_heads=64, inner_width=28_672,
-                         rope_scaling=RopeScaling(factor=8.0)),
+                         rope_scaling=Llama3Scaling(factor=8.0, **_STRETCHED)),
     # As published: Mistral 7B v0.1, Qwen2.5 0.5B and 7B, Qwen3 0.6B and 8B.
     "mistral-7b": Config(vocab_size=32_000, width=4096, num_layers=32, num_heads=32, num_kv_heads=8,
                          inner_width=14_336, rope_theta=10_000.0, sliding_window=4096),
@@ -310,29 +290,6 @@ def _residual_std(config: Config) -> float:
     return 0.02 / math.sqrt(2 * config.num_layers)
 
 
-def rope_frequencies(config: Config) -> np.ndarray:
-    """Radians per token for each pair of a head, `[h/2]` fp32, slowed as `rope_scaling` says."""
-    frequency = config.rope_theta ** (-np.arange(0, config.head_size, 2) / config.head_size)
-    if (s := config.rope_scaling) is not None:
-        turns = s.original_max_position_embeddings * frequency / (2 * np.pi)
-        kept = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0, 1)
-        frequency = frequency * (kept + (1 - kept) / s.factor)
-    return frequency.astype(np.float32)
-
-
-def rope_tables(config: Config, positions: Array) -> tuple[Array, Array]:
-    """Cosines and sines for `positions [B, T]`, each `[B, T, h/2]` fp32 whatever the compute dtype."""
-    angle = positions[:, :, None].astype(jnp.float32) * rope_frequencies(config)[None, None, :]
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: Array, rope: tuple[Array, Array]) -> Array:
-    """Turn each head of `x [B, T, heads, h]`; a pair is entry i of both halves, as Hugging Face stores it."""
-    cos, sin = (table[:, :, None, :].astype(wide(x.dtype)) for table in rope)
-    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
 NAMES: dict[str, tuple[str, bool]] = {
     "embed.table": ("model.embed_tokens.weight", False),
     "blocks.{}.attn_norm.scale": ("model.layers.{}.input_layernorm.weight", False),
@@ -374,7 +331,8 @@ _HF_KNOWN = {  # what this model computes; a config.json that says otherwise des
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "attention_dropout": (0.0,),
-    "rope_type": ("default", "llama3"),
+    "rope_type": ("default", *SCALINGS),
+    "mscale": (),
     "partial_rotary_factor": (1.0,),
     "use_sliding_window": (False,),
     "quantization_config": (),
@@ -389,16 +347,17 @@ def config_from(hf: Mapping[str, Any]) -> Config:
     """
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     said = {**hf, **rope, "rope_type": rope.get("rope_type") or rope.get("type")}  # "type" until 2024
-    is_scaled = said["rope_type"] == "llama3"
-    rope_fields = [f.name for f in fields(RopeScaling)] if is_scaled else []
-    check_config(said, _HF_KNOWN, [*_HF_FIELDS.values(), *rope_fields], family="models/llama.py")
+    scaling = SCALINGS.get(said["rope_type"])
+    stretch = [] if scaling is None else fields(scaling)
+    needed = [*_HF_FIELDS.values(), *(f.name for f in stretch if f.default is MISSING)]
+    check_config(said, _HF_KNOWN, needed, family="models/llama.py")
     kind = said.get("model_type", "llama")
     return Config(
         **{ours: said[theirs] for ours, theirs in _HF_FIELDS.items()},
         num_kv_heads=said.get("num_key_value_heads") or said["num_attention_heads"],
         head_dim=said.get("head_dim") or (128 if kind == "qwen3" else None),
         rope_theta=said.get("rope_theta", 10_000.0),
-        rope_scaling=RopeScaling(**{name: said[name] for name in rope_fields}) if is_scaled else None,
+        rope_scaling=scaling and scaling(**{f.name: said[f.name] for f in stretch if said.get(f.name) is not None}),
         norm_eps=said.get("rms_norm_eps", 1e-6),
         tied=said.get("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
@@ -429,7 +388,7 @@ def config_to(config: Config) -> dict[str, Any]:
         "head_dim": c.head_size,
         "hidden_act": "silu",
         "rope_theta": c.rope_theta,
-        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **asdict(scaling)},
+        "rope_scaling": scaling and {"rope_type": scaling.kind, **asdict(scaling)},
         "rms_norm_eps": c.norm_eps,
         "tie_word_embeddings": c.tied,
         **({"sliding_window": c.sliding_window} if kinds == ["Mistral"] else {}),

@@ -32,6 +32,8 @@ from tests import huggingface_processes
 from tests.support import submesh
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 DECODER = dict(
     vocab_size=67, hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=6,
     num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=128,
@@ -44,8 +46,8 @@ T5 = dict(
 # name: class of transformers, its configuration, our family
 MODELS = {
     "llama3": ("Llama", {**DECODER, "rope_parameters": {**ROPE, "original_max_position_embeddings": 32}}, llama),
-    "llama-tied": ("Llama", {**DECODER, "tie_word_embeddings": True, "head_dim": 8}, llama),
-    "mistral": ("Mistral", {**DECODER, "sliding_window": 5}, llama),
+    "llama-tied": ("Llama", {**DECODER, "rope_parameters": YARN, "tie_word_embeddings": True, "head_dim": 8}, llama),
+    "mistral": ("Mistral", {**DECODER, "rope_parameters": LINEAR, "sliding_window": 5}, llama),
     "qwen2": ("Qwen2", {**DECODER, "tie_word_embeddings": True, "head_dim": 8}, llama),
     "qwen3": ("Qwen3", {**DECODER, "attention_bias": False}, llama),
     "gpt2": (

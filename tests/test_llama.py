@@ -22,12 +22,14 @@ from jax.extend.core import jaxprs_in_params
 
 from models import attention as att
 from models import llama
+from models.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies, rotate
 
+STRETCHED = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 DATA = Path(__file__).parent / "data" / "llama-untied"
+HUB = json.loads((DATA / "config.hub.json").read_text())
 SMALL = llama.Config(
     vocab_size=37, width=24, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, inner_width=40,
-    query_chunk=8,
-    rope_scaling=llama.RopeScaling(factor=8.0, original_max_position_embeddings=64),
+    query_chunk=8, rope_scaling=STRETCHED,
 )
 
 
@@ -167,14 +169,40 @@ def test_rope_frequencies_equal_the_published_formula(name):
     config = llama.presets[name]
     factor = config.rope_scaling.factor if config.rope_scaling else 1.0
     want = rope_reference(config.head_size, config.rope_theta, factor)
-    np.testing.assert_allclose(llama.rope_frequencies(config), want, rtol=1e-7)  # fp32 rounding
+    np.testing.assert_allclose(rope_frequencies(config), want, rtol=1e-7)  # fp32 rounding
+
+
+STRETCHES = {
+    "linear": dict(rope_type="linear", factor=4.0),
+    "llama3": dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=64),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768),
+    "yarn-short": dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=64, beta_fast=20.0,
+                       truncate=False, attention_factor=1.25),
+}
+
+
+@pytest.mark.parametrize("stretch", STRETCHES.values(), ids=STRETCHES)
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+def test_stretched_frequencies_equal_those_of_transformers(stretch, theta):
+    """Read from a config.json by both; cosines at position 0 are what YaRN multiplies by."""
+    transformers = pytest.importorskip("transformers", reason="transformers is the judge of parity")
+    modeling = pytest.importorskip("transformers.modeling_rope_utils")
+    hf = {**HUB, "rope_scaling": None, "rope_theta": theta, "rope_parameters": {"rope_theta": theta, **stretch}}
+    their = transformers.LlamaConfig(**hf)
+    want, amplitude = modeling.ROPE_INIT_FUNCTIONS[stretch["rope_type"]](their, "cpu")
+    config = llama.config_from(hf)
+    assert abs(want.numpy() / rope_frequencies(dataclasses.replace(config, rope_scaling=None)) - 1).max() > 0.5
+    np.testing.assert_allclose(rope_frequencies(config), want.numpy(), rtol=2e-6)  # theirs is fp32 throughout
+    cos, _ = llama.rope_tables(config, jnp.zeros((1, 1), jnp.int32))
+    np.testing.assert_allclose(cos, amplitude, rtol=1e-6)
 
 
 def test_rope_turns_pairs_of_both_halves_by_position_times_frequency():
     position = np.array([[0, 1, 5, 4001]])
     x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
-    turned = jax.jit(lambda x: llama.rotate(x, llama.rope_tables(SMALL, jnp.asarray(position))))(x)
-    angle = position[0, :, None, None] * np.float64(llama.rope_frequencies(SMALL))
+    turned = jax.jit(lambda x: rotate(x, llama.rope_tables(SMALL, jnp.asarray(position))))(x)
+    angle = position[0, :, None, None] * np.float64(rope_frequencies(SMALL))
     want = (np.asarray(x[..., :4]) + 1j * np.asarray(x[..., 4:])) * np.exp(1j * angle)
     want = np.concatenate([want.real, want.imag], axis=-1)
     allclose(turned[:, :3], want[:, :3], 1e-6)
@@ -186,7 +214,7 @@ def test_rope_and_norm_round_to_bf16_once_at_their_end():
     config = dataclasses.replace(SMALL, head_dim=256)
     rope = llama.rope_tables(config, jnp.full((1, 1), 3001))
     norm = llama.RMSNorm(256, 1e-5)
-    for f in (jax.jit(lambda x: llama.rotate(x, rope)), nnx.jit(lambda x: norm(x))):
+    for f in (jax.jit(lambda x: rotate(x, rope)), nnx.jit(lambda x: norm(x))):
         exact = f(x.astype(jnp.float32))
         assert f(x).dtype == jnp.bfloat16
         np.testing.assert_array_equal(f(x), exact.astype(jnp.bfloat16))
@@ -508,19 +536,20 @@ def test_impossible_shapes_are_refused(changes, mend):
         llama.Config(**changes)
 
 
-def test_rope_scaling_wants_two_different_ends():
-    with pytest.raises(ValueError, match="factor is 1.0, not above low_freq_factor 1.0.*uses 1.0 and 4.0"):
-        llama.RopeScaling(factor=8.0, high_freq_factor=1.0)
-
-
-HUB = json.loads((DATA / "config.hub.json").read_text())
+@pytest.mark.parametrize("scaling, mend", [
+    (lambda: dataclasses.replace(STRETCHED, high_freq_factor=1.0), "not above low_freq_factor 1.0.*uses 1.0 and 4.0"),
+    (lambda: YarnScaling(factor=4.0, original_max_position_embeddings=64, beta_fast=1), "beta_fast is 1.*32 and 1"),
+    (lambda: LinearScaling(factor=0.5), "factor is 0.5; .* use 1 or more"),
+])
+def test_an_impossible_rope_scaling_is_refused(scaling, mend):
+    with pytest.raises(ValueError, match=mend):
+        scaling()
 
 
 def test_both_spellings_of_a_config_say_the_same():
     other = json.loads((DATA / "model/config.json").read_text())
     want = llama.Config(vocab_size=515, width=96, num_layers=4, num_heads=6, num_kv_heads=2, head_dim=16,
-                        inner_width=256,
-                        rope_scaling=llama.RopeScaling(factor=8.0, original_max_position_embeddings=64))
+                        inner_width=256, rope_scaling=STRETCHED)
     assert llama.config_from(other) == want
     assert llama.config_from(HUB) == dataclasses.replace(want, head_dim=None)  # 96 / 6 either way
 
@@ -538,9 +567,9 @@ def test_an_old_config_means_the_defaults_of_its_time():
     (dict(hidden_act="gelu"), r"hidden_act is 'gelu'; .*\['silu'\]"),
     (dict(model_type="gemma"), r"model_type is 'gemma'; .*\['llama', 'mistral', 'qwen2', 'qwen3'\]"),
     (dict(attention_dropout=0.1), "attention_dropout is 0.1"),
-    (dict(rope_scaling=dict(rope_type="yarn")), r"rope_type is 'yarn'; .*\['default', 'llama3'\]"),
-    (dict(rope_scaling=dict(type="linear", factor=4.0)), "rope_type is 'linear'"),
+    (dict(rope_scaling=dict(type="longrope")), r"rope_type is 'longrope'; .*\['default', 'linear', 'llama3', 'yarn'\]"),
     (dict(rope_parameters=dict(rope_type="dynamic")), "rope_type is 'dynamic'"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0, mscale=1.0)), "mscale is 1.0"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     (dict(quantization_config=dict(bits=4)), "quantization_config is {'bits': 4}"),
     (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window is True"),
@@ -550,9 +579,16 @@ def test_a_config_for_another_model_is_refused_by_name(changes, mend):
         llama.config_from({**HUB, **changes})
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "llama3-1b", "mistral-7b", "qwen2.5-7b", "qwen3-0.6b"])
-def test_a_config_written_is_read_as_it_was(name):
-    config = llama.presets[name]
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32)
+WRITTEN = ["llama3-8b", "llama3-1b", "mistral-7b", "qwen2.5-7b", "qwen3-0.6b"]
+
+
+@pytest.mark.parametrize("config", [
+    *(pytest.param(llama.presets[name], id=name) for name in WRITTEN),
+    *(pytest.param(dataclasses.replace(llama.Config(), rope_scaling=s), id=s.kind)
+      for s in (YARN, LinearScaling(factor=2.0))),
+])
+def test_a_config_written_is_read_as_it_was(config):
     read = llama.config_from(json.loads(json.dumps(llama.config_to(config))))
     assert read == dataclasses.replace(config, head_dim=config.head_size)
 
