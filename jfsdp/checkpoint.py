@@ -27,7 +27,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -282,28 +282,34 @@ class _Handler(ocp.AsyncCheckpointHandler):
     """Writes this process's part of a state into the folder that Orbax prepared."""
 
     def __init__(self):
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._pool = ThreadPoolExecutor(2, "checkpoint")
         self._leaves: dict[str, Leaf] = {}
         self._metadata: Metadata | None = None
 
     async def async_save(self, directory, args: _SaveArgs):
-        """Bring it to host memory, so that the state may be donated; the rest goes on behind the training."""
+        """Take hold of it in host memory, so that the state may be donated; the rest goes on behind the training.
+
+        On CPUs nothing is copied: see `store.to_host`. From other devices this waits for the copy.
+        """
         hashes = store.content_hashes(args.arrays.values, args.arrays.shapes)
         is_local = args.metadata.kind == "local"
         host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local)
         self._leaves, self._metadata = args.arrays.leaves, args.metadata
-        return [self._pool.submit(self._write, Path(directory), host, hashes, is_local)]
+        folder = Path(directory)
+        return [self._pool.submit(self._write, folder, host, is_local), self._pool.submit(self._hash, folder, hashes)]
 
-    def _write(self, folder: Path, host: list[store.HostArray], hashes, is_local: bool) -> None:
+    def _write(self, folder: Path, host: list[store.HostArray], is_local: bool) -> None:
         process = f"process_{jax.process_index():05}"
-        for part in (_LOCAL, _HASHES) if is_local else (_ARRAYS, _HASHES):
-            (folder / part).mkdir(exist_ok=True)
+        (folder / (_LOCAL if is_local else _ARRAYS)).mkdir(exist_ok=True)
         if is_local:
             table = store.write_local(folder / _LOCAL / f"{process}.bin", host)
             (folder / _LOCAL / f"{process}.json").write_text(json.dumps(table))
         else:
             store.write_zarr(folder / _ARRAYS, host, is_first=jax.process_index() == 0)
-        (folder / _HASHES / f"{process}.json").write_text(json.dumps(hashes()))
+
+    def _hash(self, folder: Path, hashes: Callable[[], dict[str, int]]) -> None:
+        (folder / _HASHES).mkdir(exist_ok=True)
+        (folder / _HASHES / f"process_{jax.process_index():05}.json").write_text(json.dumps(hashes()))
 
     def finalize(self, directory) -> None:
         """Every process has written its part: add up the hashes, note the files, and with that it is complete."""
