@@ -1,9 +1,9 @@
 """Train a language model with its parameters sharded over a mesh of devices: `python train.py --help`.
 
-What happens in a run: options are checked against devices, model and data (`jfsdp/cli.py`); the model is
-created sharded, or restored (`jfsdp/checkpoint.py`); each step reads a batch, computes and updates
-(`jfsdp/step.py`); now and then held-out data is evaluated and the state is saved; what was measured goes to the
-screen and to files (`jfsdp/metrics.py`, `jfsdp/tables.py`).
+What happens in a run: options (`jfsdp/options.py`) are checked against devices, model and data (`jfsdp/cli.py`); the
+model is created sharded, or restored (`jfsdp/checkpoint.py`); each step reads a batch (`jfsdp/batches.py`), computes
+and updates (`jfsdp/step.py`); now and then held-out data is evaluated and the state is saved; what was measured goes to
+the screen and to files (`jfsdp/metrics.py`, `jfsdp/tables.py`).
 """
 
 import sys
@@ -21,13 +21,16 @@ from flax import nnx
 from rich.console import Console
 from rich.markup import escape
 
-from jfsdp import cli, data, processes, tables
+from jfsdp import cli, processes, tables
 from jfsdp.audit import report as auditor
+from jfsdp.batches import Batches, evaluation_batches
 from jfsdp.checkpoint import DamagedCheckpoint, Metadata, SaveError, open_checkpoint, restore
+from jfsdp.data import END_OF_TEXT, Row
 from jfsdp.generate import make_generate
 from jfsdp.huggingface import load_pretrained
 from jfsdp.layout import Plan
 from jfsdp.metrics import Screen, Throughput, memory, record
+from jfsdp.options import TrainingConfig, parse
 from jfsdp.state import TrainState
 from jfsdp.step import eval_step, train_step
 from jfsdp.watchdog import Watchdog
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str] | None) -> int:
     """Check the options, tell what they come to, and train."""
     with cli.exits(2, ValueError, RuntimeError, OSError):
-        job = cli.prepare(cli.parse(argv))
+        job = cli.prepare(parse(argv))
     console = tables.console()
     console.print(tables.heading(job))
     if job.config.output.dry_run:
@@ -163,7 +166,7 @@ def check_schedule(job: cli.Job, saved: Metadata, plan: Plan) -> Iterator[str]:
     known = {name: value for name, value in then.items() if name in now}
     names = ("steps", "lr", "warmup")
     if any(now[name] != value for name, value in known.items() if name in names):
-        old = optimizer(cli.TrainingConfig(**known), plan)[1](saved.step)
+        old = optimizer(TrainingConfig(**known), plan)[1](saved.step)
         new = optimizer(job.config.training, plan)[1](saved.step)
         words = f"the learning rate of step {saved.step + 1} is {float(new):.6g} instead of {float(old):.6g}"
         options = " ".join(f"--{name} {then[name]}" for name in names if then[name] is not None)
@@ -241,7 +244,7 @@ class Saver:
         return f"The state after step {step} is saved in {self._checkpoints.folder}."
 
 
-def optimizer(config: cli.TrainingConfig, plan: Plan) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def optimizer(config: TrainingConfig, plan: Plan) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """AdamW, and its learning rate as a function of the updates done."""
     warmup, lr = config.warmup_steps, config.lr
     schedule = optax.warmup_cosine_decay_schedule(lr / max(warmup, 1), lr, warmup, config.steps, lr / 10)
@@ -251,7 +254,7 @@ def optimizer(config: cli.TrainingConfig, plan: Plan) -> tuple[optax.GradientTra
     return tx, schedule
 
 
-def loss(model: nnx.Module, batch: data.Row, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def loss(model: nnx.Module, batch: Row, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sum of the loss over one device's tokens, and how many count; the step divides the totals."""
     documents = dict(segments=batch["segments"], positions=batch["positions"])
     return model.loss(batch["tokens"], batch["targets"], batch["weights"], **documents)
@@ -276,7 +279,7 @@ def evaluation(job: cli.Job, plan: Plan) -> Callable[..., float | None]:
     step, wanted = eval_step(loss, plan), job.config.output.eval_batches
 
     def evaluate(params, is_stopped=lambda: False) -> float | None:
-        batches = data.evaluation_batches(job.held_out, global_batch=job.micro_batch, **cli.processes())
+        batches = evaluation_batches(job.held_out, global_batch=job.micro_batch, **cli.processes())
         stride = max(1, -(-len(job.held_out) // job.micro_batch) // wanted)
         chosen = islice(batches, 0, stride * wanted, stride)
         results: list[tuple[Any, Any]] = []
@@ -297,7 +300,7 @@ def sampling(job: cli.Job, plan: Plan) -> Callable[[Any], str] | None:
     if (text := job.config.output.sample) is None:
         return None
     words = job.tokenizer
-    end = data.END_OF_TEXT if words is None else words.end
+    end = END_OF_TEXT if words is None else words.end
     generate = make_generate(plan, max_new_tokens=64, temperature=0.8, end=end)
     prompt = list(text.encode()) if words is None else words.encode(text).ids.tolist()
 
@@ -308,7 +311,7 @@ def sampling(job: cli.Job, plan: Plan) -> Callable[[Any], str] | None:
     return sample
 
 
-def ahead(batches: data.Batches, plan: Plan, count: int) -> Iterator[data.Row]:
+def ahead(batches: Batches, plan: Plan, count: int) -> Iterator[Row]:
     """`count` batches on the devices, each read while the one before is computed with."""
     with ThreadPoolExecutor(1) as reader:
         waiting = reader.submit(lambda: place(next(batches), plan))
@@ -322,7 +325,7 @@ def ahead(batches: data.Batches, plan: Plan, count: int) -> Iterator[data.Row]:
             yield ready
 
 
-def place(batch: data.Row, plan: Plan) -> data.Row:
+def place(batch: Row, plan: Plan) -> Row:
     """This process's rows as arrays over all devices."""
     return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(plan.batch_sharding, rows), batch)
 

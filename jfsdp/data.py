@@ -1,26 +1,19 @@
-"""Data for pre-training a language model: text or token ids in, packed batches out.
+"""Data for pre-training a language model: text or token ids in, packed rows out.
 
-Owns reading, the held-out part, packing into rows, the order of examples and where a run stands in it.
-All of it is a function of index, seed and epoch, so resuming is arithmetic and nothing is replayed.
-Knows nothing of models, meshes or JAX: whoever trains places the rows on devices.
+Owns reading, the held-out part and packing into rows. In which order rows come is decided in `sampler.py`, batches are
+made of them in `batches.py`. Knows nothing of models, meshes or JAX.
 """
 
 import json
-import logging
 import math
-import multiprocessing
 import os
 import platform
-import signal
 import sysconfig
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence, Set
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
-from fractions import Fraction
-from functools import cached_property, lru_cache, partial
+from collections import Counter
+from collections.abc import Set
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +29,6 @@ TEXT_SUFFIXES = frozenset(
 )
 """What is read from a folder; every other file is skipped and counted."""
 
-_log = logging.getLogger(__name__)
 _BUILT_IN_BYTES = 20_000_000  # keeps start-up below a second on any Python; 3.11 has 11 MB
 _BUILT_IN_PRUNED = frozenset("test tests idlelib lib2to3 turtledemo site-packages dist-packages".split())
 _CHECKED_AT_START = 1 << 25  # ids looked at before step 1, in a fraction of a second; later ones when read
@@ -181,8 +173,8 @@ def load(
     Raises: ValueError if a source cannot be read, is too short or has ids outside the vocabulary; these are
     looked for at the start as far as that is quick, and in every row when it is read.
     """
-    _check_count("seq_len", seq_len, 2, "a next-token loss has nothing to learn from a single token")
-    _check_count("vocab_size", vocab_size, 2, "it counts the ids of the model's vocabulary")
+    check_count("seq_len", seq_len, 2, "a next-token loss has nothing to learn from a single token")
+    check_count("vocab_size", vocab_size, 2, "it counts the ids of the model's vocabulary")
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out is {held_out}, but is a fraction of the data. Use 0 (none) to below 1.")
     if source is not None and not Path(source).exists():
@@ -355,330 +347,7 @@ def _records(path: Path, text: bytes) -> list[bytes]:
     return documents
 
 
-# Order and batches
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """Which example is where: a function of seed and step, so the same on any number of devices.
-
-    Each epoch goes once through all examples, in its own order if `shuffle`. No batch holds two epochs: the
-    last one is filled up with padding, or left out by `drop_last`.
-    """
-
-    examples: int
-    global_batch: int
-    seed: int = 0
-    shuffle: bool = True
-    drop_last: bool = False
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return (self.examples + (0 if self.drop_last else self.global_batch - 1)) // self.global_batch
-
-    def batch(self, step: int) -> np.ndarray:
-        """Example ids of batch `step`, counted from 0 over all epochs: `[global_batch]`, -1 for padding."""
-        epoch, k = divmod(step, self.batches_per_epoch)
-        ids = self._epoch(epoch)[k * self.global_batch : (k + 1) * self.global_batch]
-        return np.pad(ids, (0, self.global_batch - len(ids)), constant_values=-1)
-
-    def dropped(self, epoch: int) -> np.ndarray:
-        """The example ids that `drop_last` leaves out of an epoch."""
-        return self._epoch(epoch)[self.batches_per_epoch * self.global_batch :]
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        return _cached_permutation(self.examples, self.seed, epoch) if self.shuffle else np.arange(self.examples)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedOrder:
-    """Which example of which source is where: a function of seed and step, as `Order` is for one source.
-
-    Of every `sum(weights)` examples in a row, counted from 0 on, exactly `weights[s]` are of source s, in an order of
-    their own. A source goes once through all its examples, shuffled, before any comes again, at its own pace; so a
-    mixture has no epochs and no last batch.
-    """
-
-    sizes: tuple[int, ...]
-    """Examples of each source."""
-    weights: tuple[int, ...]
-    global_batch: int
-    seed: int = 0
-
-    batches_per_epoch: ClassVar[float] = math.inf
-
-    def batch(self, step: int) -> np.ndarray:
-        """Examples of batch `step`, numbered over all sources one behind the other: `[global_batch]`."""
-        first, cycle = step * self.global_batch, sum(self.weights)
-        last = first + self.global_batch - 1
-        ids = np.concatenate([self._cycle(c) for c in range(first // cycle, last // cycle + 1)])
-        return ids[first % cycle :][: self.global_batch]
-
-    def _cycle(self, cycle: int) -> np.ndarray:
-        """The `sum(weights)` examples of one round: sources take turns at random, each goes on where it was."""
-        turns = np.repeat(np.arange(len(self.sizes)), self.weights)
-        turns = turns[self._permutation(len(turns), self.seed, cycle, 0)]
-        ids, offset = np.empty(len(turns), np.int64), 0
-        for source, (size, weight) in enumerate(zip(self.sizes, self.weights)):
-            epochs, places = np.divmod(np.arange(cycle * weight, (cycle + 1) * weight), size)
-            orders = {int(e): self._permutation(size, self.seed, int(e), 1 + source) for e in np.unique(epochs)}
-            ids[turns == source] = [offset + orders[e][p] for e, p in zip(epochs.tolist(), places)]
-            offset += size
-        return ids
-
-    @cached_property
-    def _permutation(self):
-        return lru_cache(maxsize=2 * len(self.sizes) + 2)(_permutation)
-
-
-def _permutation(examples: int, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
-    # Sorted raw words and not Generator.permutation: NumPy promises that only the former stay the same in
-    # every version (NEP 19), and a run resumed after an upgrade would repeat examples and miss others.
-    # grain could shuffle and mix too, but this is all there is to do and its iterators would own the position.
-    words = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=[0, 0, 0, stream]).random_raw(examples)
-    return np.argsort(words, kind="stable")
-
-
-_cached_permutation = lru_cache(maxsize=2)(_permutation)  # 8 bytes per example, made once per epoch
-
-
-@dataclass(frozen=True, eq=False)
-class Mixed:
-    """Several datasets one behind the other, with how often each is drawn from. See `MixedOrder`."""
-
-    parts: list[Packed]
-    weights: list[int]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def __getitem__(self, i: int) -> Row:
-        for part in self.parts:
-            if i < len(part):
-                return part[i]
-            i -= len(part)
-        raise IndexError(f"the mixture has {len(self)} examples.")
-
-    def __str__(self) -> str:
-        total = sum(self.weights)
-        return "; ".join(f"{weight / total:.3g} of {part}" for part, weight in zip(self.parts, self.weights))
-
-
-def mix(parts: Sequence[Packed], weights: Sequence[float]) -> Mixed:
-    """A mixture of datasets; weights are how many examples are drawn of each, in relation to each other.
-
-    Raises: ValueError for a weight that is not above 0, or weights that are too far apart.
-    """
-    exact = [Fraction(weight).limit_denominator(1000) for weight in weights]
-    if len(exact) != len(parts) or any(weight <= 0 for weight in exact):
-        raise ValueError(f"the weights of a mixture are {list(weights)}. Give each source one of 0.001 or more.")
-    whole = [int(weight * math.lcm(*(w.denominator for w in exact))) for weight in exact]
-    common = math.gcd(*whole)
-    if (cycle := sum(whole) // common) > 100_000:
-        raise ValueError(f"the weights {list(weights)} come out only every {cycle} examples. Use rounder ones.")
-    return Mixed(list(parts), [weight // common for weight in whole])
-
-
-class Batches:
-    """Endless training batches: dicts of `[global_batch / process_count, ...]`, this process's rows of each.
-
-    Processes hold blocks of rows in their order, as `jax.make_array_from_process_local_data` expects for a
-    mesh in device order. A row of padding is 0 everywhere, so its weights are. In place of `Packed`, anything
-    serves that has a length and whose items are dicts of equally shaped arrays.
-
-    workers: processes that read ahead; 0 reads when asked. The order is the same.
-    Raises: ValueError for fewer examples than a global batch, or a batch that processes cannot share.
-    """
-
-    def __init__(
-        self,
-        dataset: Packed | Mixed,
-        *,
-        global_batch: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        process_index: int = 0,
-        process_count: int = 1,
-        workers: int = 0,
-    ):
-        _check_count("workers", workers, 0, "it counts processes that read")
-        _check_count("seed", seed, 0, "it names an order of the examples")
-        self._rows = _process_rows(global_batch, process_index, process_count)
-        if len(dataset) < global_batch:
-            raise ValueError(
-                f"The training data has {len(dataset)} examples, less than a global batch of {global_batch}. "
-                f"Give more data, a smaller seq_len or a global batch of at most {len(dataset)}."
-            )
-        if isinstance(dataset, Mixed):
-            if drop_last or not shuffle:
-                raise ValueError("a mixture is shuffled and has no last batch. Leave out shuffle and drop_last.")
-            sizes = tuple(map(len, dataset.parts))
-            self.order = MixedOrder(sizes=sizes, weights=tuple(dataset.weights), global_batch=global_batch, seed=seed)
-        else:
-            self.order = Order(
-                examples=len(dataset), global_batch=global_batch, seed=seed, shuffle=shuffle, drop_last=drop_last
-            )
-        self.step = 0
-        """Batches handed out so far, over all epochs."""
-        self._dataset = dataset
-        self._is_first_process = process_index == 0
-        self._workers, self._pool, self._waiting = workers, None, deque()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch, from 0."""
-        return int(self.step // self.order.batches_per_epoch)
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
-
-    def __next__(self) -> Row:
-        epoch = self.epoch
-        batch = self._read_ahead() if self._workers else self._next(self.step, partial(_read, self._dataset))
-        self.step += 1
-        if self.epoch > epoch and self._is_first_process and (dropped := self.order.dropped(epoch)).size:
-            ids = np.array2string(dropped, separator=", ", threshold=16)
-            _log.warning("epoch %d: drop_last left out %d examples: %s", epoch, dropped.size, ids)
-        return batch
-
-    def _next(self, step: int, read):
-        return read(self.order.batch(step)[self._rows])
-
-    def _read_ahead(self) -> Row:
-        """From worker processes, which have read two batches each while others were computed with."""
-        if self._pool is None:
-            # Not forked: JAX's threads would not survive it.
-            spawn = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._workers, spawn, _become_worker, (self._dataset,))
-        while len(self._waiting) < 2 * self._workers:
-            step = self.step + len(self._waiting)
-            self._waiting.append(self._next(step, partial(self._pool.submit, _read_in_worker)))
-        return self._waiting.popleft().result()
-
-    def close(self) -> None:
-        """End the worker processes."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
-            self._waiting.clear()
-
-    def start_at(self, step: int) -> None:
-        """Go on as if `step` batches had been handed out."""
-        _check_count("step", step, 0, "it counts the batches handed out")
-        self.step = int(step)
-        self._waiting.clear()
-
-    def state(self) -> dict[str, Any]:
-        """Where the run stands and what its order depends on, as JSON: the same in every process."""
-        plain = {n: list(v) if isinstance(v, tuple) else int(v) for n, v in asdict(self.order).items()}
-        return {"step": self.step, **plain}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state()` was taken, on any number of devices and processes.
-
-        Raises: ValueError if the order of examples would not be that of the state.
-        """
-        here = self.state()
-        changed = [name for name in asdict(self.order) if state.get(name) != here[name]]
-        if changed:
-            saved = ", ".join(f"{name} {state.get(name)}" for name in changed)
-            found = ", ".join(f"{name} {here[name]}" for name in changed)
-            raise ValueError(
-                f"The order of examples was saved with {saved}; this run has {found}. Keep data, seq_len, "
-                f"seed and global batch (by accumulation on fewer devices), or begin anew with start_at(0)."
-            )
-        self.start_at(state["step"])
-
-
-def evaluation_batches(
-    dataset: Packed, *, global_batch: int, process_index: int = 0, process_count: int = 1
-) -> Iterator[Row]:
-    """Every example exactly once and in order; rows of padding, 0 everywhere, fill the last batch.
-
-    Every process gets the same number of batches, so that none waits for another.
-    Raises: ValueError if there are no examples, or processes cannot share a batch equally.
-    """
-    if not len(dataset):
-        raise ValueError("There are 0 evaluation examples, so no metric. Hold out more or do not evaluate.")
-    rows = _process_rows(global_batch, process_index, process_count)
-    order = Order(examples=len(dataset), global_batch=global_batch, shuffle=False)
-    return (_read(dataset, order.batch(step)[rows]) for step in range(order.batches_per_epoch))
-
-
-def padded_length(length: int, longest: int) -> int:
-    """The length that sequences of `length` are padded to: 8, 16, 32, ... up to `longest`, which always counts.
-
-    A step is compiled once for each length that it meets, so batches of any length cost a handful of compilations.
-    Raises: ValueError for a sequence longer than `longest`.
-    """
-    _check_count("length", length, 1, "it counts the tokens of a sequence")
-    if length > longest:
-        raise ValueError(f"a sequence has {length} tokens, more than {longest}. Cut it, or allow longer ones.")
-    return min(longest, max(8, 1 << (length - 1).bit_length()))
-
-
-def pad_sequences(batch: Row, longest: int) -> Row:
-    """A batch of `[rows, length]` arrays, with zeros up to `padded_length` on the right; a weight of 0 is padding."""
-    return {
-        name: np.pad(values, [(0, 0), (0, padded_length(values.shape[1], longest) - values.shape[1])])
-        for name, values in batch.items()
-    }
-
-
-def check_batch(batch_size: int, *, devices: int, accumulate: int = 1) -> int:
-    """The sequences of one device in one micro-batch; `batch_size` counts those of a whole optimizer step.
-
-    Raises: ValueError if they cannot be shared equally, with the nearest sizes that can.
-    """
-    _check_count("devices", devices, 1, "it counts the devices that share a batch")
-    _check_count("accumulate", accumulate, 1, "it counts the micro-batches of an optimizer step")
-    shares = devices * accumulate
-    return _share(batch_size, shares, f"{devices} devices x {accumulate} micro-batches = {shares}")
-
-
-def _share(batch_size: int, shares: int, over: str) -> int:
-    _check_count("batch_size", batch_size, 1, "it counts the sequences of an optimizer step on all devices")
-    if batch_size % shares:
-        below = batch_size // shares * shares
-        nearest = f"{below} or {below + shares}" if below else f"{shares}"
-        raise ValueError(f"batch_size {batch_size} does not split equally over {over}. Use {nearest}.")
-    return batch_size // shares
-
-
-def _process_rows(global_batch: int, process_index: int, process_count: int) -> slice:
-    if not 0 <= process_index < process_count:
-        raise ValueError(
-            f"process_index is {process_index} of {process_count} processes. Use jax.process_index() and "
-            f"jax.process_count()."
-        )
-    share = _share(global_batch, process_count, f"{process_count} processes")
-    return slice(process_index * share, (process_index + 1) * share)
-
-
-_dataset: Packed | Mixed  # of a worker process
-
-
-def _become_worker(dataset: Packed | Mixed) -> None:
-    global _dataset
-    _dataset = dataset
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the run ends its workers itself
-
-
-def _read_in_worker(ids: np.ndarray) -> Row:
-    return _read(_dataset, ids)
-
-
-def _read(dataset: Packed | Mixed, ids: np.ndarray) -> Row:
-    """The examples stacked, `[ids, ...]`; id -1 is a row of zeros."""
-    real = [dataset[int(i)] for i in ids if i >= 0]
-    like = real[0] if real else dataset[0]
-    padding = {name: np.zeros_like(values) for name, values in like.items()}
-    rows = real + [padding] * (len(ids) - len(real))
-    return {name: np.stack([row[name] for row in rows]) for name in like}
-
-
-def _check_count(name: str, value: Any, least: int, why: str) -> None:
+def check_count(name: str, value: Any, least: int, why: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} is {value!r}, not an int: {why}. Use an int of {least} or more.")
     if value < least:

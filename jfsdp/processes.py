@@ -1,7 +1,7 @@
 """Many processes: how they find each other, what they agree on between steps, and how they end together.
 
 Owns `jax.distributed` and the label that a process's messages carry. Which rows a process reads is arithmetic in
-`data.py`, in which order devices go is decided in `mesh.py`; processes are started on one machine by `launch.py`, on
+`batches.py`, in which order devices go is decided in `mesh.py`; processes are started on one machine by `launch.py`, on
 many by a scheduler.
 
 Note [Ending together]

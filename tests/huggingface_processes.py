@@ -14,6 +14,7 @@ from jfsdp import cli, processes
 from jfsdp.generate import make_generate
 from jfsdp.huggingface import load_pretrained, save_pretrained
 from jfsdp.mesh import make_mesh
+from jfsdp.options import DeviceConfig
 from jfsdp.wrap import plan_module
 from models import llama
 
@@ -32,7 +33,7 @@ def through(folder: Path, out: Path, mesh: str) -> dict:
 
 if __name__ == "__main__":
     group = processes.connect()
-    cli.start(cli.DeviceConfig(mesh="8"), group.count)
+    cli.start(DeviceConfig(mesh="8"), group.count)
     source, target = map(Path, sys.argv[1:])
     with processes.together():
         seen = through(source, target, "1x8")

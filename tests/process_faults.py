@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import train
-from jfsdp import data
+from jfsdp.batches import Batches
 
 
 def sleep_forever() -> None:
@@ -22,7 +22,7 @@ def sleep_forever() -> None:
 
 if __name__ == "__main__":
     process, number, how, *options = sys.argv[1:]
-    read = data.Batches.__next__
+    read = Batches.__next__
 
     def read_or_fail(batches):
         if os.environ["RANK"] == process and batches.step == int(number):
@@ -35,5 +35,5 @@ if __name__ == "__main__":
             threading.Timer(random.random() if how == "later" else 0, end).start()
         return read(batches)
 
-    data.Batches.__next__ = read_or_fail
+    Batches.__next__ = read_or_fail
     sys.exit(train.main(options))

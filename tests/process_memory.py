@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jfsdp import cli, processes
 from jfsdp.consolidated import save_consolidated
 from jfsdp.layout import make_plan
+from jfsdp.options import DeviceConfig
 
 
 def resident() -> int:
@@ -44,7 +45,7 @@ def growth(work) -> int:
 
 if __name__ == "__main__":
     group, out = processes.connect(), Path(sys.argv[1])
-    mesh = cli.start(cli.DeviceConfig(mesh="8"), group.count)
+    mesh = cli.start(DeviceConfig(mesh="8"), group.count)
     shapes = {f"layer{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(64)}  # 256 MiB, by 4
     plan = make_plan(shapes, mesh)
     params = plan.create(lambda: jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes))

@@ -16,13 +16,15 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from jfsdp import cli, data, processes
+from jfsdp import cli, processes
 from jfsdp.audit import program as audit
+from jfsdp.batches import Batches, evaluation_batches
 from jfsdp.checkpoint import Checkpoints, restore
 from jfsdp.layout import make_plan
 from jfsdp.loss import Auxiliary
 from jfsdp.mesh import make_mesh
 from jfsdp.metrics import Throughput, record
+from jfsdp.options import DeviceConfig
 from jfsdp.randomness import example_keys
 from jfsdp.state import TrainState
 from jfsdp.step import eval_step, train_step
@@ -97,7 +99,7 @@ def dropout_run(mesh: str):
         train_step(dropped, tx, plan),
         Rows(bit=2.0 ** np.arange(16, dtype=np.float32), one=np.ones(16, np.float32)),
     )
-    batch = place(next(data.evaluation_batches(rows, global_batch=16, **cli.processes())), plan)
+    batch = place(next(evaluation_batches(rows, global_batch=16, **cli.processes())), plan)
 
     def go(state: TrainState, steps: int) -> tuple[TrainState, list[int]]:
         seen = []
@@ -143,8 +145,8 @@ def all_of(tree) -> list:
     return [np.asarray(leaf).tolist() for leaf in whole]
 
 
-def batches(rows: Rows, global_batch: int) -> data.Batches:
-    return data.Batches(rows, global_batch=global_batch, **cli.processes())
+def batches(rows: Rows, global_batch: int) -> Batches:
+    return Batches(rows, global_batch=global_batch, **cli.processes())
 
 
 def ids_of_an_epoch() -> list[list[int]]:
@@ -165,7 +167,7 @@ def metrics(losses: list, weights: list) -> list[float]:
     plan = make_plan(params, make_mesh("2x4"))
     state = TrainState.create(plan.place(params), optax.sgd(1.0), plan)
     rows = Rows(loss=np.array(losses, np.float32), weight=np.array(weights, np.float32))
-    share = data.evaluation_batches(rows, global_batch=8, **cli.processes())
+    share = evaluation_batches(rows, global_batch=8, **cli.processes())
     _, result = train_step(weighted, optax.sgd(1.0), plan)(state, place(next(share), plan))
     timing = Throughput(8).step(result, tokens=result.pop("weight"), places=8)
     written = record(1, timing, **result)
@@ -178,7 +180,7 @@ def evaluation(examples: int) -> list[float]:
     plan = make_plan(params, make_mesh("2x4"))
     rows = Rows(loss=np.arange(examples, dtype=np.float32), weight=np.ones(examples, np.float32))
     step, stored = eval_step(weighted, plan), plan.place(params)
-    share = data.evaluation_batches(rows, global_batch=8, **cli.processes())
+    share = evaluation_batches(rows, global_batch=8, **cli.processes())
     results = jax.device_get([step(stored, place(batch, plan)) for batch in share])
     return [float(sum(s for s, _ in results)), float(sum(w for _, w in results)), len(results)]
 
@@ -211,7 +213,7 @@ def votes() -> list:
 
 if __name__ == "__main__":
     group = processes.connect()
-    cli.start(cli.DeviceConfig(mesh="8"), group.count)
+    cli.start(DeviceConfig(mesh="8"), group.count)
     if group.index == 1:
         warnings.warn("a warning from the second process", stacklevel=1)
     out, one = map(Path, sys.argv[1:])

@@ -23,6 +23,7 @@ from jfsdp import plan as planning
 from jfsdp.families import find_model
 from jfsdp.metrics import JsonLines
 from jfsdp.offload import CPUOffloadPolicy, OffloadPolicy
+from jfsdp.options import TrainingConfig, parse
 from jfsdp.wrap import plan_module
 
 from .support import submesh
@@ -87,7 +88,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(refused, mesh, message)
     ("--mesh 8", (1, 8)), ("--mesh 2x4", (2, 4)), ("", (1, 8)), ("--mesh 1x4 --allow-idle", (1, 4))])
 def test_a_mesh_that_fits_is_laid_out(words, shape):
     """C-64, the meshes that must run."""
-    assert tuple(cli.start(cli.parse(words.split()).devices).shape.values()) == shape
+    assert tuple(cli.start(parse(words.split()).devices).shape.values()) == shape
 
 
 @pytest.mark.parametrize("name", ["full_shrad", "FULL-SHARD", "hybrid"])
@@ -186,10 +187,10 @@ def test_help_names_every_option(capsys):
 def test_a_file_gives_defaults_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('mesh = "2x4"\nbatch-size = 32\nseq_len = 64\nlr = 0.5\nallow-idle = true\nsync = false')
-    config = cli.parse(["--config", str(file), "--lr", "0.25", "--no-allow-idle"])
+    config = parse(["--config", str(file), "--lr", "0.25", "--no-allow-idle"])
     assert (config.devices.mesh, config.data.batch_size, config.data.seq_len) == ("2x4", 32, 64)
     assert (config.training.lr, config.devices.allow_idle, config.training.sync) == (0.25, False, False)
-    assert config.training.steps == cli.TrainingConfig().steps
+    assert config.training.steps == TrainingConfig().steps
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tiny", "models.llama:llama-tiny"])
@@ -205,13 +206,13 @@ def test_a_model_is_found_by_its_config_json(here):
 @pytest.mark.parametrize(("mesh", "accumulate", "size"), [
     ("8", 1, 16), ("8", 4, 32), ("6", 1, 18), ("1", 1, 16)])
 def test_the_batch_has_a_size_that_divides(mesh, accumulate, size):
-    config = cli.parse(["--mesh", mesh, "--allow-idle", "--accumulate", str(accumulate)])
+    config = parse(["--mesh", mesh, "--allow-idle", "--accumulate", str(accumulate)])
     assert cli.prepare(config).batch_size == size
 
 
 @pytest.mark.parametrize("words", [["--precision", "fp16"], ["--offload", "all"]], ids=" ".join)
 def test_dtypes_and_offload_reach_the_plan(words):
-    plan = plan_module((job := cli.prepare(cli.parse(words))).make_model, **job.sharding)
+    plan = plan_module((job := cli.prepare(parse(words))).make_model, **job.sharding)
     assert {leaf.param_dtype.name for leaf in plan.leaves} == {"float16" if "fp16" in words else "float32"}
     assert plan.offload == (CPUOffloadPolicy() if "all" in words else OffloadPolicy())
 
@@ -219,7 +220,7 @@ def test_dtypes_and_offload_reach_the_plan(words):
 def test_matrices_decay_and_norms_of_a_stack_do_not():
     model = find_model("llama-tiny")
     plan = plan_module(lambda: model.family.build(model.config, rngs=nnx.Rngs(0)), mesh=submesh("1x8"))
-    tx, schedule = train.optimizer(cli.TrainingConfig(lr=1.0, steps=100, warmup=10, weight_decay=0.5), plan)
+    tx, schedule = train.optimizer(TrainingConfig(lr=1.0, steps=100, warmup=10, weight_decay=0.5), plan)
     # Up to the peak in ten steps, the first of which is not lost, and down to a tenth.
     assert [float(schedule(i)) for i in (0, 10, 100)] == pytest.approx([0.1, 1.0, 0.1])
     weights = plan.map(lambda leaf: np.ones(leaf.shape, np.float32))
@@ -277,7 +278,7 @@ def test_an_evaluation_counts_every_token_once(here, monkeypatch):
 
     monkeypatch.setattr(train, "eval_step", lambda loss, plan: count_tokens)
     words = "--model ./config.json --data text.txt --seq-len 32 --eval-batches".split()
-    job = cli.prepare(cli.parse([*words, "99"]))
+    job = cli.prepare(parse([*words, "99"]))
     plan = plan_module(job.make_model, **job.sharding)
     rows = [job.held_out[i] for i in range(len(job.held_out))]
     sums = [sum(float(row[name].sum()) for row in rows) for name in ("tokens", "weights")]
@@ -286,7 +287,7 @@ def test_an_evaluation_counts_every_token_once(here, monkeypatch):
     assert len(every) == 6 and len(rows) == 82  # batches of 16: the last one holds 2 rows and padding
 
     calls.clear()
-    train.evaluation(cli.prepare(cli.parse([*words, "2"])), plan)(None)
+    train.evaluation(cli.prepare(parse([*words, "2"])), plan)(None)
     assert [a.tolist() for a in calls] == [every[0].tolist(), every[3].tolist()]
 
 
@@ -368,7 +369,7 @@ def test_a_dry_run_forecasts_and_touches_nothing(here, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert not Path("m.jsonl").exists()
     assert "8,030,261,248 parameters" in said and "rows exchanged" in said and "streamed in slices" in said
-    job = cli.prepare(cli.parse(words))
+    job = cli.prepare(parse(words))
     plan = plan_module(job.make_model, **job.sharding)
     moves = planning.traffic(plan, schedule=job.schedule, tokens=8192 * 2)
     assert f"in all {sum(move.received for move in moves) / 2**30:,.1f} GiB" in re.sub(" +", " ", said)

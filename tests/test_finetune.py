@@ -13,8 +13,9 @@ import pytest
 from flax import nnx
 
 import train
-from jfsdp import data
 from jfsdp.__main__ import main as jfsdp
+from jfsdp.batches import Batches
+from jfsdp.data import load
 from jfsdp.families import find_model
 from jfsdp.huggingface import load_pretrained
 from jfsdp.instructions import load_instructions
@@ -53,14 +54,14 @@ def first_loss(rows) -> float:
     """The loss of the first batch under the weights of the folder, without a mesh."""
     plan = plan_module(lambda: llama.build(CONFIG, rngs=nnx.Rngs(0)), mesh=submesh("1x1"))
     model = plan.door.outside(load_pretrained("hf", plan, llama), {})
-    batch = next(data.Batches(rows, global_batch=16))
+    batch = next(Batches(rows, global_batch=16))
     names = "tokens targets weights segments positions".split()
     return float(jnp.divide(*nnx.jit(lambda model, batch: model.loss(**batch))(model, {n: batch[n] for n in names})))
 
 
 def test_full_fine_tuning_on_text_begins_with_the_folder_and_is_exported(here, capsys):
     last = run("--data", "text.txt", "--steps", "3", "--checkpoint", "run", "--sample", "2 times", "--eval-every", "3")
-    rows, _ = data.load("text.txt", seq_len=48, vocab_size=304, tokenizer=Tokenizer("hf"))
+    rows, _ = load("text.txt", seq_len=48, vocab_size=304, tokenizer=Tokenizer("hf"))
     assert rows.end_of_document == Tokenizer("hf").end and len(np.unique(rows[0]["tokens"])) > 3
     assert last[0]["loss"] == pytest.approx(first_loss(rows), rel=1e-5)
     assert last[0]["lr"] < last[-1]["lr"] * 1.1 + 2e-5 <= 6e-5  # a rate for weights that are trained already
@@ -81,7 +82,7 @@ def test_adapters_learn_the_answers_and_are_exported_merged_or_alone(here, capsy
     last = run(*words, "--steps", "4", "--mesh", "2x4", "--precision", "bf16")
     rows, held = load_instructions("talks.jsonl", Tokenizer("hf"), seq_len=48, vocab_size=304)
     assert last[0]["loss"] == pytest.approx(first_loss(rows), rel=0.02)  # bf16
-    assert last[0]["tokens"] == next(data.Batches(rows, global_batch=16))["weights"].sum()
+    assert last[0]["tokens"] == next(Batches(rows, global_batch=16))["weights"].sum()
     assert last[-1]["loss"] < last[0]["loss"] - 0.1
     assert "of answers" in (said := capsys.readouterr().out) and "frozen" in said and str(len(held)) in said
     last = run(*words, "--steps", "5", "--mesh", "1x8", "--precision", "bf16", "--reschedule")

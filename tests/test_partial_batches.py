@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from jfsdp.data import Batches, evaluation_batches, pad_sequences, padded_length
+from jfsdp.batches import Batches, evaluation_batches, pad_sequences, padded_length
 from jfsdp.layout import make_plan
 from jfsdp.metrics import compilations
 from jfsdp.step import TrainState, eval_step, train_step

@@ -19,6 +19,7 @@ import pytest
 import train
 from jfsdp import cli, processes
 from jfsdp.checkpoint import Checkpoints, open_checkpoint
+from jfsdp.options import DeviceConfig
 from jfsdp.processes import Group, detect, local_devices
 from tests import process_scenarios
 
@@ -155,7 +156,8 @@ def test_gpus_are_dealt_out_to_the_processes_of_a_host(visible, local, extra, de
 def test_a_meeting_that_fails_says_where_it_was(is_taken, code, message):
     script = """
         import sys
-        from jfsdp.processes import Group, connect
+        from jfsdp.options import DeviceConfig
+from jfsdp.processes import Group, connect
         try:
             connect(Group(source="a test", count=2, index=0, coordinator=f"127.0.0.1:{sys.argv[1]}"), timeout_s=1)
         except RuntimeError as error:
@@ -342,9 +344,9 @@ def test_processes_that_do_not_fit_are_refused(capsys):
             train.main(words.split())
         assert exit.value.code == 2 and message in capsys.readouterr().err
     with pytest.raises(ValueError, match="9 simulated devices do not split equally over 2 processes. Simulate 8 or 10"):
-        cli.start(cli.DeviceConfig(simulate=9), 2)
+        cli.start(DeviceConfig(simulate=9), 2)
     with pytest.raises(ValueError, match="mesh 1x8 has devices of 1 of the 2 processes only. Use a mesh over all 8"):
-        cli.start(cli.DeviceConfig(mesh="1x8"), 2)
+        cli.start(DeviceConfig(mesh="1x8"), 2)
 
 
 def test_a_dry_run_tells_what_was_detected(capsys):

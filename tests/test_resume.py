@@ -26,6 +26,7 @@ import pytest
 import train
 from jfsdp import cli, store
 from jfsdp.checkpoint import open_checkpoint
+from jfsdp.options import parse
 
 ROOT = Path(train.__file__).parent
 TINY = dict(
@@ -351,7 +352,7 @@ def test_signal_during_an_evaluation_ends_it_and_saves(here, monkeypatch):
 
 
 def test_real_evaluation_stops_when_asked(here):
-    job = cli.prepare(cli.parse(words("--eval-batches", "9")))
+    job = cli.prepare(parse(words("--eval-batches", "9")))
     plan = train.plan_module(job.make_model, **job.sharding)
     params = plan.create(lambda: train.nnx.to_pure_dict(train.nnx.state(job.make_model(), train.nnx.Param)))
     asked = []
