@@ -39,9 +39,10 @@ import tensorstore
 from jfsdp.offload import fetched
 
 _CHUNK_BYTES = 4 << 20
+_RUN_BYTES = 16 << 10  # a cut that leaves less in one run makes copying slow
 _IN_FLIGHT_BYTES = 256 << 20  # of copies that encoding and reading make, beside the arrays themselves
 _THREADS = 8
-_CACHE = {"cache_pool": {"total_bytes_limit": _IN_FLIGHT_BYTES}}  # a chunk that two shards share is read once
+_CACHE = {"cache_pool": {"total_bytes_limit": 32 << 20}}  # a chunk that two shards share is read once
 
 Slices = tuple[slice, ...]
 
@@ -156,11 +157,26 @@ def _zarr_metadata(array: HostArray) -> dict[str, Any]:
 
 
 def _inner_chunk(chunk: list[int], shape: tuple[int, ...], itemsize: int) -> list[int]:
-    """Shape of the chunks in a file: few bytes, and none reaches over the end of the array, which would be padding."""
+    """Shape of the chunks in a file: few bytes, and none reaches over the end of the array, which would be padding.
+
+    Dims that the devices cut are cut further, so that up to eight times as many devices find their parts in chunks of
+    their own and each byte is read once.
+    """
     inner = [math.gcd(c, n) or 1 for c, n in zip(chunk, shape)]
+
+    def nbytes(first: int = 0) -> int:
+        return math.prod(inner[first:]) * itemsize
+
+    def halve(d: int) -> None:
+        inner[d] //= next((p for p in range(2, math.isqrt(inner[d]) + 1) if inner[d] % p == 0), inner[d])
+
     for d in range(len(inner)):
-        while math.prod(inner) * itemsize > _CHUNK_BYTES and inner[d] > 1:
-            inner[d] //= next((p for p in range(2, math.isqrt(inner[d]) + 1) if inner[d] % p == 0), inner[d])
+        while nbytes() > _CHUNK_BYTES and inner[d] > 1:
+            halve(d)
+    for d in range(len(inner)):
+        begun = inner[d]
+        while chunk[d] < shape[d] and begun // inner[d] < 8 and inner[d] % 2 == 0 and nbytes(d) // 2 >= _RUN_BYTES:
+            inner[d] //= 2
     return inner
 
 

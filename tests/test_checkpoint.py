@@ -286,6 +286,15 @@ def test_large_arrays_are_cut_into_chunks_that_another_mesh_reads_alone(tmp_path
     assert np.array_equal(store.ZarrReader(tmp_path).read("x", part), x[part])
 
 
+@pytest.mark.parametrize(("chunk", "shape"), [((16, 128, 1024), (16, 1024, 1024)), ((64, 4096), (512, 4096))], ids=str)
+def test_more_devices_find_their_parts_in_chunks_of_their_own(chunk, shape):
+    """Twice to eight times as many shards begin and end where chunks do, so no byte is read for two of them."""
+    inner = store._inner_chunk(list(chunk), shape, 4)
+    d = next(d for d in range(len(shape)) if chunk[d] < shape[d])
+    assert all(c % i == 0 for c, i in zip(chunk, inner)) and 8 * inner[d] == chunk[d]
+    assert 16 << 10 <= np.prod(inner) * 4 <= 4 << 20
+
+
 def test_metadata_says_what_was_saved_and_inspect_shows_it(saved, capsys):
     """C-31: the generator; C-65: the strategy; counters, data position, what the caller added."""
     folder, want, _, options, _ = saved
@@ -590,6 +599,13 @@ def test_checkpoint_of_another_model_is_refused_with_every_shape(run, sizes):
     for part in ("params", "opt_state.0.mu", "opt_state.0.nu"):
         assert f"{part}.blocks.w is [2, 8, 8] in the checkpoint, {list(here)} here" in str(error.value)
     assert "partial=True" in str(error.value) and not isinstance(error.value, DamagedCheckpoint)
+
+
+def test_a_long_list_of_entries_is_cut_and_counted(run):
+    plan = make_plan({f"w{i}": np.ones(8, np.float32) for i in range(30)}, submesh("1x8"))
+    with pytest.raises(ValueError, match="not in the checkpoint\n  and 80 more like this\n") as error:  # 90 in all
+        restore(run[0], TrainState.abstract(optimizer(), plan))
+    assert str(error.value).count("is not in the checkpoint") == 10
 
 
 def test_missing_and_left_over_entries_are_listed_and_partial_loading_logs_them(run, caplog):
