@@ -29,6 +29,7 @@ from jfsdp.data import END_OF_TEXT, Row
 from jfsdp.generate import make_generate
 from jfsdp.huggingface import load_pretrained
 from jfsdp.layout import Plan
+from jfsdp.mesh import process_share
 from jfsdp.metrics import Screen, Throughput, memory, record
 from jfsdp.options import TrainingConfig, parse
 from jfsdp.state import TrainState
@@ -279,7 +280,7 @@ def evaluation(job: cli.Job, plan: Plan) -> Callable[..., float | None]:
     step, wanted = eval_step(loss, plan), job.config.output.eval_batches
 
     def evaluate(params, is_stopped=lambda: False) -> float | None:
-        batches = evaluation_batches(job.held_out, global_batch=job.micro_batch, **cli.processes())
+        batches = evaluation_batches(job.held_out, global_batch=job.micro_batch, **process_share(plan.mesh))
         stride = max(1, -(-len(job.held_out) // job.micro_batch) // wanted)
         chosen = islice(batches, 0, stride * wanted, stride)
         results: list[tuple[Any, Any]] = []

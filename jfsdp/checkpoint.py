@@ -424,7 +424,8 @@ def _check_fit(found: Checkpoint, wanted: Arrays, partial: bool, cast: bool) -> 
         for n in both
         if have[n].dtype != want[n].dtype and n not in shapes
     ]
-    problems = [*keys, *([] if partial else [*missing, *extra, *differing]), *([] if cast else dtypes)]
+    kinds = [keys, *([] if partial else [missing, extra, differing]), [] if cast else dtypes]
+    problems = [line for kind in kinds for line in _first(kind)]
     if problems:
         advice = "Build the model and optimizer that it was saved with"
         if missing or extra or differing:
@@ -437,6 +438,11 @@ def _check_fit(found: Checkpoint, wanted: Arrays, partial: bool, cast: bool) -> 
     if cast and dtypes:
         _log.warning("%s, dtypes converted:\n  %s", found.path, "\n  ".join(dtypes))
     return {n for n in want if n not in have} | set(shapes)
+
+
+def _first(lines: list[str], most: int = 10) -> list[str]:
+    """The first lines, and how many more there are: a model of another width differs in everything."""
+    return [*lines[:most], f"and {len(lines) - most} more like this"] if len(lines) > most + 1 else lines
 
 
 def _check_generator(found: Checkpoint) -> None:

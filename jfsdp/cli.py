@@ -25,12 +25,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jfsdp.batches import Batches, check_batch
-from jfsdp.checkpoint import Checkpoints, Metadata, open_checkpoint
+from jfsdp.checkpoint import Checkpoints, DamagedCheckpoint, Metadata, open_checkpoint
 from jfsdp.data import BYTE_VOCAB, Packed, load
 from jfsdp.families import Model, find_model
 from jfsdp.instructions import Answers, is_instructions, load_instructions
 from jfsdp.lora import LoraOptions, add_lora, parse_lora
-from jfsdp.mesh import make_mesh, parse_mesh, simulate_devices
+from jfsdp.mesh import make_mesh, parse_mesh, process_share, simulate_devices
 from jfsdp.metrics import JsonLines, TensorBoard, Writer
 from jfsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from jfsdp.options import CheckpointConfig, DataConfig, DeviceConfig, ModelConfig, TrainConfig
@@ -134,7 +134,7 @@ def prepare(config: TrainConfig) -> Job:
             rows = mix(trained, [1, *weights])
             held_out = mix(evaluated, [1, *weights]) if text.held_out else None
         batches = Batches(
-            rows, global_batch=batch_size, seed=config.training.seed, workers=text.workers, **processes()
+            rows, global_batch=batch_size, seed=config.training.seed, workers=text.workers, **process_share(mesh)
         )
         if saved is not None and saved.data is not None:
             batches.restore(saved.data)
@@ -180,9 +180,18 @@ def _find_model(config: TrainConfig) -> tuple[TrainConfig, Model, LoraOptions | 
 
 def _model_in(folder: Path) -> str:
     """What `find_model` calls the model in a Hugging Face folder or a checkpoint."""
-    if (folder / "config.json").exists() or not folder.exists():
+    if (folder / "config.json").is_file():
         return str(folder.absolute() / "config.json")
-    run = open_checkpoint(folder).metadata.run
+    try:
+        run = open_checkpoint(folder).metadata.run
+    except DamagedCheckpoint:
+        raise
+    except ValueError as error:
+        what = "neither a config.json nor a checkpoint in it" if folder.is_dir() else "no such folder"
+        raise ValueError(
+            f"init_from {folder}: there is {what}. Name a folder with the config.json and the safetensors of a model, "
+            "as the Hugging Face hub has it, or another run's --checkpoint."
+        ) from error
     if "model" not in run or run.get("lora"):
         what = "adapters, and which weights they adapt it does not say" if run.get("lora") else "no model that it names"
         raise ValueError(f"{folder} holds {what}. Make a folder of it with `jfsdp export` and begin with that.")
@@ -272,11 +281,6 @@ def seems_to_have_gpus() -> bool:
     """Whether the operating system shows GPUs, usable or not, that JAX has not been told to leave alone."""
     files = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
     return bool(files) and not os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
-
-
-def processes() -> dict[str, int]:
-    """Which share of the rows is this process's, in the words of `batches.py`."""
-    return dict(process_index=jax.process_index(), process_count=jax.process_count())
 
 
 # How it ends

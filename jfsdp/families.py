@@ -62,6 +62,8 @@ def find_model(name: str) -> Model:
 
 def _from_config_json(path: Path) -> Model:
     path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ValueError(f"model {path}: there is no such file. Name a config.json, the folder of one, or a preset.")
     try:
         hf = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -6,12 +6,16 @@ is cut into; "4x8" is 4 replicas of 8 shards. Which parameters use which axis is
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import socket
 from collections import Counter
+from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 REPLICA, SHARD = "replica", "shard"
@@ -36,7 +40,8 @@ def parse_mesh(text: str, device_count: int) -> tuple[int, int]:
 def make_mesh(spec: str | tuple[int, int] = "auto", *, devices=None, allow_idle: bool = False) -> Mesh:
     """Build the mesh `("replica", "shard")` over `devices` (default: all of them).
 
-    Devices are ordered by host, so that a shard group, which talks most, lies inside one host where it fits.
+    Devices are ordered by host, so that a shard group, which talks most, lies inside one host where it fits, whatever
+    the numbers of the processes. Where there are several, all must call this, as they tell each other their host.
 
     allow_idle: let a mesh smaller than the machine leave the remaining devices unused.
     Raises: ValueError when the product does not match the devices, or a shard group would straddle hosts unevenly.
@@ -55,8 +60,9 @@ def make_mesh(spec: str | tuple[int, int] = "auto", *, devices=None, allow_idle:
             f"mesh {replica}x{shard} uses {wanted} of the {present} devices present. Use a mesh whose product is "
             f"{present}, such as 1x{present}, or allow idle devices (allow_idle=True, --allow-idle)."
         )
-    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))[:wanted]
-    _check_hosts(ordered, replica, shard)
+    host_of = _hosts(devices)
+    ordered = sorted(devices, key=lambda d: (host_of[d.process_index], d.process_index, d.id))[:wanted]
+    _check_hosts([host_of[d.process_index] for d in ordered], replica, shard)
     grid = np.array(ordered, dtype=object).reshape(replica, shard)
     return Mesh(grid, (REPLICA, SHARD), axis_types=(AxisType.Auto,) * 2)
 
@@ -93,6 +99,36 @@ def axis_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return int(np.prod([mesh.shape[a] for a in axes], dtype=int))
 
 
+def process_share(mesh: Mesh) -> dict[str, int]:
+    """Which share of a batch's rows this process holds, in the words of `batches.py`: processes in the mesh's order."""
+    processes = list(dict.fromkeys(d.process_index for d in mesh.devices.flat))
+    return dict(process_index=processes.index(jax.process_index()), process_count=len(processes))
+
+
+def _hosts(devices) -> dict[int, int]:
+    """For each process that has some of the devices, the first process of its host.
+
+    A host may have several processes, one per GPU say, and a scheduler may number them round the hosts. JAX's devices
+    tell on TPUs alone which host they are on. Devices that are only described, to compile for, have a process per host.
+    """
+    processes = {d.process_index for d in devices}
+    if len(processes) < 2 or jax.process_count() < 2:
+        return {process: process for process in processes}
+    # all-gather over all processes, 16 bytes each, once per mesh.
+    names = multihost_utils.process_allgather(np.frombuffer(_host_name(), np.uint8))
+    keys = [bytes(name) for name in names]
+    return {process: keys.index(keys[process]) for process in processes}
+
+
+def _host_name() -> bytes:
+    """16 bytes that differ from host to host: containers on one host may have names of their own, but one kernel."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:  # not Linux
+        name = socket.gethostname().encode()
+    return hashlib.md5(name, usedforsecurity=False).digest()
+
+
 def _positive(replica: int, shard: int, present: int) -> tuple[int, int]:
     if replica < 1 or shard < 1:
         raise ValueError(
@@ -102,8 +138,8 @@ def _positive(replica: int, shard: int, present: int) -> tuple[int, int]:
     return replica, shard
 
 
-def _check_hosts(devices, replica: int, shard: int) -> None:
-    per_host = Counter(d.process_index for d in devices)
+def _check_hosts(hosts: list[int], replica: int, shard: int) -> None:
+    per_host = Counter(hosts)
     sizes = set(per_host.values())
     if len(per_host) < 2:
         return

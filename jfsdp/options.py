@@ -267,14 +267,19 @@ def _words(path: Path) -> list[str]:
         advice = "Write lines such as batch-size = 32."
         raise ValueError(f"{path} cannot be read as TOML: {error}. {advice}") from error
     groups = [fields(group.default) for group in fields(TrainConfig)]
-    known = [option.name.replace("_", "-") for group in groups for option in group if option.name != "config"]
+    known = {option.name.replace("_", "-"): option for group in groups for option in group if option.name != "config"}
     words = []
     for key, value in values.items():
         name = key.replace("_", "-")
         if name not in known:
             raise ValueError(f"{path}: option {key!r} is unknown. Known are {', '.join(known)}.")
-        if isinstance(value, list | dict):
-            kind = type(value).__name__
+        takes_several, kind = known[name].default == (), type(value).__name__
+        if takes_several and not (isinstance(value, list) and all(isinstance(word, str) for word in value)):
+            raise ValueError(f'{path}: option {key!r} is no list of strings. Write {name} = ["...", "..."].')
+        if not takes_several and isinstance(value, list | dict):
             raise ValueError(f"{path}: option {key!r} is a {kind}. Write one value, as you would type it.")
-        words.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
+        if takes_several:
+            words += [f"--{name}", *value]
+        else:
+            words.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
     return words

@@ -15,14 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from jfsdp import cli, processes
+from jfsdp import mesh as meshes
 from jfsdp.audit import program as audit
 from jfsdp.batches import Batches, evaluation_batches
 from jfsdp.checkpoint import Checkpoints, restore
-from jfsdp.layout import make_plan
+from jfsdp.layout import Plan, make_plan
 from jfsdp.loss import Auxiliary
-from jfsdp.mesh import make_mesh
+from jfsdp.mesh import make_mesh, process_share
 from jfsdp.metrics import Throughput, record
 from jfsdp.options import DeviceConfig
 from jfsdp.randomness import example_keys
@@ -52,7 +54,8 @@ def everything(folder: Path) -> dict:
         "masks": masks(folder),
         "FULL_SHARD": training("1x8", "FULL_SHARD"),
         "HYBRID_SHARD": training("2x4", "HYBRID_SHARD"),
-        "ids": ids_of_an_epoch(),
+        "ids": ids_of_an_epoch(make_mesh("2x4")),
+        "cyclic": cyclic(),
         "metrics": [metrics(list(range(1, 9)), [1] * 8), metrics([2, 6, 0, 0, 0, 0, 0, 0], [3, 1, 0, 0, 0, 0, 0, 0])],
         "evaluations": [evaluation(66), evaluation(3)],
         "rates": learning_rates(),
@@ -68,7 +71,7 @@ def training(mesh: str, strategy: str) -> dict:
     state = TrainState.create(plan.place(params), tx, plan)
     placed = all_of(plan.unpad(state.params))
     step = train_step(toy_loss(), tx, plan, clip_norm=1.0, accumulate=2)
-    batch = place(next(batches(Rows(**toy_batch(dtype=np.float32)), 16)), plan)
+    batch = place(next(batches(Rows(**toy_batch(dtype=np.float32)), 16, plan)), plan)
     program = audit.read(step.lower(state, batch).compile(), plan.mesh)
     losses, norms = [], []
     for _ in range(3):
@@ -99,7 +102,7 @@ def dropout_run(mesh: str):
         train_step(dropped, tx, plan),
         Rows(bit=2.0 ** np.arange(16, dtype=np.float32), one=np.ones(16, np.float32)),
     )
-    batch = place(next(evaluation_batches(rows, global_batch=16, **cli.processes())), plan)
+    batch = place(next(evaluation_batches(rows, global_batch=16, **process_share(plan.mesh))), plan)
 
     def go(state: TrainState, steps: int) -> tuple[TrainState, list[int]]:
         seen = []
@@ -145,14 +148,26 @@ def all_of(tree) -> list:
     return [np.asarray(leaf).tolist() for leaf in whole]
 
 
-def batches(rows: Rows, global_batch: int) -> Batches:
-    return Batches(rows, global_batch=global_batch, **cli.processes())
+def batches(rows: Rows, global_batch: int, plan: Plan) -> Batches:
+    return Batches(rows, global_batch=global_batch, **process_share(plan.mesh))
 
 
-def ids_of_an_epoch() -> list[list[int]]:
+def cyclic() -> dict:
+    """The same where processes are dealt out to two hosts in turn, as by `srun --distribution=cyclic`: hosts of the
+    shard groups, and ids."""
+    name, meshes._host_name = meshes._host_name, lambda: bytes([jax.process_index() % 2] * 16)
+    try:
+        mesh = make_mesh("2x4")
+    finally:
+        meshes._host_name = name
+    hosts = [sorted({device.process_index % 2 for device in row}) for row in mesh.devices]
+    return {"hosts": hosts, "ids": ids_of_an_epoch(mesh)}
+
+
+def ids_of_an_epoch(mesh: Mesh) -> list[list[int]]:
     """C-63: what is on all devices in each of the four batches of an epoch of 32 examples."""
-    plan = make_plan({"w": jnp.zeros(8)}, make_mesh("2x4"))
-    reader = batches(Rows(id=np.arange(32, dtype=np.int32)), 8)
+    plan = make_plan({"w": jnp.zeros(8)}, mesh)
+    reader = batches(Rows(id=np.arange(32, dtype=np.int32)), 8, plan)
     return [all_of(place(next(reader), plan))[0] for _ in range(4)]
 
 
@@ -167,7 +182,7 @@ def metrics(losses: list, weights: list) -> list[float]:
     plan = make_plan(params, make_mesh("2x4"))
     state = TrainState.create(plan.place(params), optax.sgd(1.0), plan)
     rows = Rows(loss=np.array(losses, np.float32), weight=np.array(weights, np.float32))
-    share = evaluation_batches(rows, global_batch=8, **cli.processes())
+    share = evaluation_batches(rows, global_batch=8, **process_share(plan.mesh))
     _, result = train_step(weighted, optax.sgd(1.0), plan)(state, place(next(share), plan))
     timing = Throughput(8).step(result, tokens=result.pop("weight"), places=8)
     written = record(1, timing, **result)
@@ -180,7 +195,7 @@ def evaluation(examples: int) -> list[float]:
     plan = make_plan(params, make_mesh("2x4"))
     rows = Rows(loss=np.arange(examples, dtype=np.float32), weight=np.ones(examples, np.float32))
     step, stored = eval_step(weighted, plan), plan.place(params)
-    share = evaluation_batches(rows, global_batch=8, **cli.processes())
+    share = evaluation_batches(rows, global_batch=8, **process_share(plan.mesh))
     results = jax.device_get([step(stored, place(batch, plan)) for batch in share])
     return [float(sum(s for s, _ in results)), float(sum(w for _, w in results)), len(results)]
 
@@ -198,7 +213,7 @@ def learning_rates() -> list[float]:
         train_step(product, tx, plan, accumulate=4),
         [0.0],
     )
-    for batch in (next(batches(Rows(one=np.ones(32, np.float32)), 32)) for _ in range(4)):
+    for batch in (next(batches(Rows(one=np.ones(32, np.float32)), 32, plan)) for _ in range(4)):
         state, _ = step(state, place(batch, plan))
         at.append(-all_of(state.params)[0][0])
     return np.diff(at).tolist()

@@ -115,7 +115,7 @@ def test_the_strategy_is_in_the_first_lines(capsys):
     ("--model llama-3m", "model 'llama-3m' is unknown. Use one of .*llama-tiny, .* path of a config.json"),
     ("--model no.such:thing", "No module named 'no'. Write package.module:preset"),
     ("--model models.llama:thing", "model 'models.llama:thing' is unknown. Use one of llama-tiny"),
-    ("--model ./other.json", "model other.json is no config.json that can be read: .*No such file"),
+    ("--model ./other.json", "model other.json: there is no such file. Name a config.json, the folder of one"),
     ("--model ./gemma.json", "no family takes it. config.json: model_type is 'gemma'"),
     ("--model ./text.txt", "model text.txt is no config.json that can be read"),
     ("--data no.txt", "no.txt: there is no such file or folder"),
@@ -138,6 +138,7 @@ def test_the_strategy_is_in_the_first_lines(capsys):
     ("--config unknown.toml", "unknown.toml: option 'batch' is unknown. Known are mesh, .* batch-size,"),
     ("--config broken.toml", "broken.toml cannot be read as TOML"),
     ("--config table.toml", "table.toml: option 'mesh' is a dict. Write one value"),
+    ("--config several.toml", r"several.toml: option 'mix' is no list of strings. Write mix = \["),
     ("--config wrong.toml", "invalid choice 'fp8'"),
 ])
 def test_what_cannot_work_is_refused_with_what_would(here, refused, words, message):
@@ -148,6 +149,7 @@ def test_what_cannot_work_is_refused_with_what_would(here, refused, words, messa
     Path("unknown.toml").write_text("batch = 3")
     Path("broken.toml").write_text("batch-size 3")
     Path("table.toml").write_text("[mesh]\nshard = 8")
+    Path("several.toml").write_text("mix = 'a=1'")
     Path("wrong.toml").write_text("precision = 'fp8'")
     assert re.search(message, refused(words))
 
@@ -191,6 +193,17 @@ def test_a_file_gives_defaults_and_the_command_line_wins(tmp_path):
     assert (config.devices.mesh, config.data.batch_size, config.data.seq_len) == ("2x4", 32, 64)
     assert (config.training.lr, config.devices.allow_idle, config.training.sync) == (0.25, False, False)
     assert config.training.steps == TrainingConfig().steps
+
+
+def test_a_file_may_name_several_sources(tmp_path):
+    """What TOML has lists for; what is typed replaces the whole list."""
+    file = tmp_path / "run.toml"
+    for text, mix in (('["code/=0.5", "b.txt=2"]', ("code/=0.5", "b.txt=2")), ("[]", ())):
+        file.write_text(f"mix = {text}\nsteps = 7")
+        config = parse(["--config", str(file)])
+        assert (config.data.mix, config.training.steps) == (mix, 7)
+    file.write_text('mix = ["a=1", "b=1"]')
+    assert parse(["--config", str(file), "--mix", "c=1"]).data.mix == ("c=1",)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tiny", "models.llama:llama-tiny"])

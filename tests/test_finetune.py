@@ -107,13 +107,15 @@ def test_adapters_learn_the_answers_and_are_exported_merged_or_alone(here, capsy
     ("--lora 8", "lora trains adapters of a model that is trained already: name it with --init-from"),
     ("--init-from hf --model gpt2", "init_from hf says what the model is. Leave out --model gpt2"),
     ("--init-from hf --lora big", "lora 'big' is not understood"),
-    ("--init-from nowhere", "nowhere/config.json is no config.json that can be read"),
+    ("--init-from nowhere", "init_from nowhere: there is no such folder. Name a folder with the config.json"),
+    ("--init-from empty", "init_from empty: there is neither a config.json nor a checkpoint in it. Name a folder"),
     ("--model t5-small", "model t5-small reads pairs of source and target, which train.py has no data for"),
     ("--data talks.jsonl", "talks.jsonl has conversations, which need a tokenizer: give --tokenizer FOLDER"),
     ("--init-from bare", "bare has no tokenizer.json, and its 304 ids are no bytes. Give --tokenizer FOLDER"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(here, capsys, words, mend):
     write_random(Path("bare"), llama, CONFIG)
+    Path("empty").mkdir()
     with pytest.raises(SystemExit) as exit:
         train.main(words.split())
     assert exit.value.code == 2 and mend in capsys.readouterr().err

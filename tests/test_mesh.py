@@ -7,8 +7,10 @@ import textwrap
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 import pytest
 
+from jfsdp import mesh as meshes
 from jfsdp.mesh import axis_size, make_mesh, parse_mesh, simulate_devices
 
 
@@ -104,6 +106,32 @@ def test_shard_groups_lie_inside_one_host():
 def test_a_shard_group_may_span_whole_hosts():
     assert groups(make_mesh("1x8", devices=hosts(4, 4))) == [[0] * 4 + [1] * 4]
     assert groups(make_mesh("2x8", devices=hosts(4, 4, 4, 4))) == [[0] * 4 + [1] * 4, [2] * 4 + [3] * 4]
+
+
+def test_processes_of_one_host_lie_together(monkeypatch):
+    """Four processes of two devices, dealt out to two hosts in turn: 0 and 2 are on one host, 1 and 3 on the other."""
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    names = np.array([[1, 1], [2, 2], [1, 1], [2, 2]], np.uint8)
+    monkeypatch.setattr(meshes.multihost_utils, "process_allgather", lambda own: names)
+    assert groups(make_mesh("2x4", devices=hosts(2, 2, 2, 2))) == [[0, 0, 2, 2], [1, 1, 3, 3]]
+    with pytest.raises(ValueError, match=r"groups of 3 from hosts with \[2, 4\] devices"):  # and not [2, 2, 2]
+        make_mesh("2x3", devices=hosts(2, 2, 2, 2), allow_idle=True)
+
+
+def test_who_is_alone_asks_nobody(monkeypatch):
+    """A mesh of one process's devices in a run of many, and one for GPUs that are only described."""
+    monkeypatch.setattr(meshes.multihost_utils, "process_allgather", lambda own: pytest.fail("asked"))
+    assert groups(make_mesh("2x2", devices=hosts(2, 2))) == [[0, 0], [1, 1]]
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    assert groups(make_mesh("1x2", devices=hosts(0, 0, 2))) == [[2, 2]]
+
+
+def test_the_kernel_names_its_host(monkeypatch):
+    assert meshes._host_name() == meshes._host_name() and len(meshes._host_name()) == 16
+    monkeypatch.setattr(meshes.Path, "read_bytes", lambda path: b"another boot")
+    by_kernel = meshes._host_name()
+    monkeypatch.setattr(meshes.Path, "read_bytes", lambda path: open("/no/such/file"))
+    assert len({by_kernel, meshes._host_name()}) == 2
 
 
 def test_idle_devices_are_those_of_the_last_hosts():

@@ -247,6 +247,12 @@ def test_each_process_reads_its_own_part(alone, together):
     assert sorted(sum(alone["ids"], [])) == list(range(32))
 
 
+def test_shard_groups_lie_inside_a_host_whatever_the_numbers_of_processes(alone, together):
+    """Processes on two hosts in turn: a shard group has one of the hosts, and rows lie as with one process."""
+    for seen in together[0]:
+        assert seen["cyclic"] == {"hosts": [[0], [1]], "ids": alone["ids"]}
+
+
 def test_metrics_describe_the_batch_of_all_processes(alone, together):
     """C-70: loss and tokens over all devices, the same in every process."""
     for seen in (alone, *together[0]):
