@@ -28,7 +28,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -526,6 +526,8 @@ class Checkpoints:
         )
         self._last: int | None = None
         self._pending: int | None = None
+        self._remover = ThreadPoolExecutor(1, "remove")
+        self._removals: list[Future] = []
         if self._is_first:
             self._prepare()
 
@@ -591,7 +593,7 @@ class Checkpoints:
         return True
 
     def check(self) -> None:
-        """Call between steps: raises SaveError if a save has failed, and removes old checkpoints after a new one."""
+        """Call between steps: raises SaveError if a save has failed, and lets old checkpoints go after a new one."""
         if self._pending is None:
             return
         try:
@@ -603,17 +605,18 @@ class Checkpoints:
             self._remove_old()
 
     def wait(self) -> None:
-        """Wait until the save that is being written is complete.
+        """Wait until the save that is being written is complete, and what it replaces is gone from the disk.
 
         Raises: SaveError if it has failed.
         """
-        if self._pending is None:
-            return
-        try:
-            self._saver.wait_until_finished()
-        except Exception as error:
-            raise self._failed(error) from error
-        self.check()
+        if self._pending is not None:
+            try:
+                self._saver.wait_until_finished()
+            except Exception as error:
+                raise self._failed(error) from error
+            self.check()
+        while self._removals:
+            self._removals.pop().result()
 
     def close(self) -> None:
         """Wait for the last save. Raises: SaveError if it has failed."""
@@ -621,6 +624,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._saver.close()
+            self._remover.shutdown()
 
     def restore(self, like, *, path: str | os.PathLike | None = None, **options) -> tuple[Any, Metadata] | None:
         """The newest state that is not damaged, and its metadata; None where there is no checkpoint.
@@ -667,7 +671,7 @@ class Checkpoints:
         return found
 
     def _remove_old(self) -> None:
-        """Only ever called after a newer checkpoint is complete."""
+        """Only ever called after a newer checkpoint is complete. Files go behind the training, which takes a while."""
         if not self._is_first or self._newest is None:
             return
         steps = self.steps()
@@ -675,7 +679,7 @@ class Checkpoints:
         keep = {*steps[-self._newest :], *(step for _, step in scored[: self._best])}
         for step in set(steps) - keep:
             gone = self.path(step).rename(self.path(step).with_name(f"{self.path(step).name}{_DELETED}"))
-            shutil.rmtree(gone, ignore_errors=True)
+            self._removals.append(self._remover.submit(shutil.rmtree, gone, ignore_errors=True))
 
     def _failed(self, error: Exception) -> SaveError:
         step, self._pending, self._last = self._pending, None, None

@@ -342,7 +342,8 @@ def _hash_on_host(arrays, shapes) -> Callable[[], dict]:
     host = to_host(arrays, shapes)
 
     def hashes() -> dict[str, int]:
-        with ThreadPoolExecutor(_THREADS) as pool:
+        # Each thread wants the interpreter between two blocks, and so does the training: two keep up with most disks.
+        with ThreadPoolExecutor(2) as pool:
             parts = {a.name: [pool.submit(_hash_piece, piece, a.shape) for piece in a.pieces] for a in host}
             return {name: sum(part.result() for part in of_array) % 2**32 for name, of_array in parts.items()}
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -476,6 +477,28 @@ def test_best_and_newest_are_kept(tmp_path, small):
         state, metadata = checkpoints.restore(wanted)
         assert int(state.step) == metadata.step == 500
         assert checkpoints.best_step() == 100 and checkpoints.steps() == [100, 500]
+
+
+def test_old_checkpoints_are_deleted_behind_the_training(tmp_path, small, monkeypatch):
+    """A folder of many files takes a while to go: the loop does not wait for it, the next save does."""
+    at, _ = small
+    may_go, delete = threading.Event(), shutil.rmtree
+
+    def slowly(path, **options):
+        assert not str(path).endswith(".deleted") or may_go.wait(60)
+        delete(path, **options)
+
+    with Checkpoints(tmp_path, newest=1) as checkpoints:
+        monkeypatch.setattr(checkpoint.shutil, "rmtree", slowly)
+        for step in (1, 2):
+            checkpoints.save(at(step))
+            while not checkpoints.path(step).exists():
+                checkpoints.check()
+            checkpoints.check()
+        assert checkpoints.steps() == [2] and (tmp_path / "step_00000001.deleted").exists()
+        may_go.set()
+        checkpoints.wait()
+        assert not (tmp_path / "step_00000001.deleted").exists()
 
 
 def test_a_step_is_saved_once(tmp_path, small):
