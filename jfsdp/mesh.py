@@ -100,9 +100,14 @@ def axis_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def process_share(mesh: Mesh) -> dict[str, int]:
-    """Which share of a batch's rows this process holds, in the words of `batches.py`: processes in the mesh's order."""
-    processes = list(dict.fromkeys(d.process_index for d in mesh.devices.flat))
-    return dict(process_index=processes.index(jax.process_index()), process_count=len(processes))
+    """Which share of a batch's rows this process holds, in the words of `batches.py`: processes in the mesh's order.
+
+    Raises: ValueError when it has no device in the mesh.
+    """
+    processes, here = list(dict.fromkeys(d.process_index for d in mesh.devices.flat)), jax.process_index()
+    if here not in processes:
+        raise ValueError(f"process {here} has no device in the mesh, which has those of {processes}. Use all devices.")
+    return dict(process_index=processes.index(here), process_count=len(processes))
 
 
 def _hosts(devices) -> dict[int, int]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jfsdp import mesh as meshes
-from jfsdp.mesh import axis_size, make_mesh, parse_mesh, simulate_devices
+from jfsdp.mesh import axis_size, make_mesh, parse_mesh, process_share, simulate_devices
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,14 @@ def test_processes_of_one_host_lie_together(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     names = np.array([[1, 1], [2, 2], [1, 1], [2, 2]], np.uint8)
     monkeypatch.setattr(meshes.multihost_utils, "process_allgather", lambda own: names)
-    assert groups(make_mesh("2x4", devices=hosts(2, 2, 2, 2))) == [[0, 0, 2, 2], [1, 1, 3, 3]]
+    mesh = make_mesh("2x4", devices=hosts(2, 2, 2, 2))
+    assert groups(mesh) == [[0, 0, 2, 2], [1, 1, 3, 3]]
+    for place, process in enumerate((0, 2, 1, 3)):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert process_share(mesh) == dict(process_index=place, process_count=4)
+    monkeypatch.setattr(jax, "process_index", lambda: 4)
+    with pytest.raises(ValueError, match="process 4 has no device in the mesh, which has those of .0, 2, 1, 3."):
+        process_share(mesh)
     with pytest.raises(ValueError, match=r"groups of 3 from hosts with \[2, 4\] devices"):  # and not [2, 2, 2]
         make_mesh("2x3", devices=hosts(2, 2, 2, 2), allow_idle=True)
 
