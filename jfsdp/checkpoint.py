@@ -52,6 +52,8 @@ _MARK = "jfsdp.json"
 _ARRAYS, _LOCAL, _HASHES = "arrays", "local", "hashes"
 _UNFINISHED, _DELETED, _DAMAGED = ".orbax-checkpoint-tmp", ".deleted", ".damaged"
 _log = logging.getLogger(__name__)
+# Orbax logs, with its traceback, what `Checkpoints.check` raises as a SaveError.
+logging.getLogger("absl").addFilter(lambda record: "Commit callback in background save thread" not in str(record.msg))
 
 
 class DamagedCheckpoint(ValueError):
@@ -282,7 +284,7 @@ class _Handler(ocp.AsyncCheckpointHandler):
     """Writes this process's part of a state into the folder that Orbax prepared."""
 
     def __init__(self):
-        self._pool = ThreadPoolExecutor(2, "checkpoint")
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._leaves: dict[str, Leaf] = {}
         self._metadata: Metadata | None = None
 
@@ -295,21 +297,20 @@ class _Handler(ocp.AsyncCheckpointHandler):
         is_local = args.metadata.kind == "local"
         host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local)
         self._leaves, self._metadata = args.arrays.leaves, args.metadata
-        folder = Path(directory)
-        return [self._pool.submit(self._write, folder, host, is_local), self._pool.submit(self._hash, folder, hashes)]
+        return [self._pool.submit(self._write, Path(directory), host, hashes, is_local)]
 
-    def _write(self, folder: Path, host: list[store.HostArray], is_local: bool) -> None:
+    def _write(self, folder: Path, host: list[store.HostArray], hashes: Callable[[], dict], is_local: bool) -> None:
         process = f"process_{jax.process_index():05}"
-        (folder / (_LOCAL if is_local else _ARRAYS)).mkdir(exist_ok=True)
-        if is_local:
-            table = store.write_local(folder / _LOCAL / f"{process}.bin", host)
-            (folder / _LOCAL / f"{process}.json").write_text(json.dumps(table))
-        else:
-            store.write_zarr(folder / _ARRAYS, host, is_first=jax.process_index() == 0)
-
-    def _hash(self, folder: Path, hashes: Callable[[], dict[str, int]]) -> None:
-        (folder / _HASHES).mkdir(exist_ok=True)
-        (folder / _HASHES / f"process_{jax.process_index():05}.json").write_text(json.dumps(hashes()))
+        for part in (_LOCAL, _HASHES) if is_local else (_ARRAYS, _HASHES):
+            (folder / part).mkdir(exist_ok=True)
+        with ThreadPoolExecutor(1, "hash") as beside:
+            hashed = beside.submit(hashes)
+            if is_local:
+                table = store.write_local(folder / _LOCAL / f"{process}.bin", host)
+                (folder / _LOCAL / f"{process}.json").write_text(json.dumps(table))
+            else:
+                store.write_zarr(folder / _ARRAYS, host, is_first=jax.process_index() == 0)
+        (folder / _HASHES / f"{process}.json").write_text(json.dumps(hashed.result()))
 
     def finalize(self, directory) -> None:
         """Every process has written its part: add up the hashes, note the files, and with that it is complete."""
@@ -683,10 +684,13 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> SaveError:
         step, self._pending, self._last = self._pending, None, None
+        if self._is_first:  # what was written of it would keep the disk full
+            for left in self.folder.glob(f"{self.path(step).name}{_UNFINISHED}*"):
+                shutil.rmtree(left, ignore_errors=True)
         steps = self.steps()
         rest = f"The newest complete one is of step {steps[-1]}." if steps else "There is no complete one."
         return SaveError(
-            f"the checkpoint of step {step} could not be written to {self.folder}: {error} {rest} "
+            f"the checkpoint of step {step} could not be written to {self.folder}: {str(error).rstrip('.')}. {rest} "
             "Make room or name another folder."
         )
 

@@ -20,6 +20,8 @@ values put in another place. It is no defence against someone who wants it to ma
 from __future__ import annotations
 
 import math
+import os
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,8 +126,9 @@ def write_zarr(folder: Path, arrays: Sequence[HostArray], *, is_first: bool) -> 
                 done.add_done_callback(lambda _, n=values.nbytes: budget.give(n))
                 writes.append(done)
                 del values
-        for done in writes:
-            done.result()
+        # None is left running: who cleans up after a failure must not race with it.
+        if errors := [error for error in (done.exception() for done in writes) if error is not None]:
+            raise errors[0]
 
 
 def _open(folder: Path, name: str, create: HostArray | None = None, *, assume: HostArray | None = None, context=None):
@@ -215,6 +218,9 @@ def _reads_as_os_error(folder: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         text = str(error).partition(" [source locations=")[0]
+        file, code = re.search(r'file "([^"]+)"', text), re.search(r"os_error_code='(\d+)'", text)
+        if file and code:
+            raise OSError(int(code[1]), os.strerror(int(code[1])), file[1]) from error
         raise OSError(f"{text} (in {folder})") from error
 
 

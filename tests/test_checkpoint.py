@@ -447,6 +447,56 @@ def test_file_that_cannot_be_written_is_named_and_the_state_survives(tmp_path):
     assert after == "[0] True"
 
 
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 8 MiB of its own, and what changes its options: `change("size=32m")`."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(*options):
+        return subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
+
+    if shutil.which("mount") is None or mount("-t", "tmpfs", "-o", "size=8m", "tmpfs").returncode:
+        pytest.skip("no file system can be mounted here: that takes Linux and root")
+    yield folder, lambda options: mount("-o", f"remount,{options}").check_returncode()
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_full_disk_costs_neither_the_state_nor_the_checkpoint_before(disk, kind):
+    """C-44: what was written of the one that failed goes, so nothing else runs out of room; a retry succeeds."""
+    folder, change = disk
+    params = {"w": np.random.default_rng(0).normal(size=(1 << 20,)).astype(np.float32)}  # 4 MiB, so one fits
+    plan = make_plan(params, submesh("1x8"))
+    state = TrainState.create(plan.place(params), optax.sgd(0.1), plan)
+    at = lambda step: replace(state, step=jax.device_put(np.int32(step), state.step.sharding))  # noqa: E731
+    wanted = TrainState.abstract(optax.sgd(0.1), plan)
+    with Checkpoints(folder, kind=kind) as checkpoints:
+        checkpoints.save(at(2))
+        checkpoints.wait()
+        checkpoints.save(at(4))
+        with pytest.raises(SaveError, match=r"step 4 .*No space left on device.*complete one is of step 2\. Make room"):
+            checkpoints.wait()
+        assert [path.name for path in folder.iterdir()] == ["step_00000002"]
+        assert same(values(restore(folder, wanted)), values(at(2)))
+        change("size=32m")
+        checkpoints.save(at(4))
+    assert same(values(restore(checkpoints.path(4), wanted)), values(at(4)))
+
+
+def test_disk_that_becomes_read_only_is_told_of_at_the_save_and_refused_at_the_start(disk, small):
+    (folder, change), (at, wanted) = disk, small
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(at(2))
+        checkpoints.wait()
+        change("ro")
+        with pytest.raises(SaveError, match="step 4 could not be written.*Read-only file system.*is of step 2"):
+            checkpoints.save(at(4))
+    with pytest.raises(OSError, match="cannot be written to .*Read-only file system.*Name another folder"):
+        Checkpoints(folder)
+    assert int(restore(folder, wanted).step) == 2  # reading needs no more
+
+
 def test_folder_that_cannot_be_made_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="cannot be written to .*file/run.*Name another folder"):

@@ -461,15 +461,11 @@ def test_kills_of_one_process_or_the_other_change_nothing(options, tmp_path, mon
 
 @pytest.mark.slow
 def test_consolidated_save_does_not_multiply_host_memory(tmp_path):
-    """C-37: 256 MiB by two processes. Only the one that writes grows by more than 64 MiB, by less than 1.5 models.
-
-    It keeps up to 256 MiB of chunks, however large the model is.
-    """
+    """C-37: 256 MiB in 64 tensors, by two processes. None grows by half of it: a tensor, and some chunks."""
     done = launch(2, "-m", "tests.process_memory", str(tmp_path), timeout=500)
     assert done.returncode == 0, done.stderr
     grown = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
-    assert grown[1] < 64 << 20
-    assert grown[0] < 384 << 20
+    assert max(grown) < 128 << 20
     files = list((tmp_path / "model").glob("*.safetensors"))
     assert sum(file.stat().st_size for file in files) >= 256 << 20
 
