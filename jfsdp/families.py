@@ -8,7 +8,8 @@ A family is a module found under its name in the entry-point group `jfsdp.models
 
     presets                               name -> config, which has a `vocab_size`
     build(config, *, rngs, remat, schedule)   a module with `loss(tokens, targets, weights, *, segments, positions)`,
-                                          which gives the sum over tokens and its weight
+                                          which gives the sum over tokens and its weight, and may give auxiliary
+                                          losses by name (`loss.py`)
     flops(config, seq_len)                to train on one token
     config_from(dict), config_to(config)  a Hugging Face `config.json`, read and written
     NAMES                                 our path -> (Hugging Face name, whether it is stored transposed); `{}` is the

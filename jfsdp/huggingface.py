@@ -4,11 +4,11 @@ Owns how a family's table of names is applied, in both directions, and what is c
 format is `safetensors.py`; what a name means is the family's (`NAMES`, see Note [Families] in `families.py`).
 
 Note [Streaming]
-No process ever holds more than one tensor of the file, or one layer of one parameter, in host memory. On the way in,
-each process reads the rows and columns that its devices hold, places them as the plan says (padded and sharded), and
-writes them into the stacked parameter on the devices, in place; where parameters are offloaded it then goes to pinned
-host memory, and the devices hold one at a time. On the way out, one layer of one parameter is fetched, written and let
-go.
+No process ever holds more than one tensor of the file, or one layer of one parameter (of experts, all), in host
+memory. On the way in, each process reads the rows and columns that its devices hold, places them as the plan says
+(padded and sharded), and writes them into the stacked parameter on the devices, in place; where parameters are
+offloaded it then goes to pinned host memory, and the devices hold one at a time. On the way out, one layer of one
+parameter is fetched, written and let go.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tyro.conf import DisallowNone, Positional
 
-from jfsdp.checkpoint import Checkpoint, Checkpoints, open_checkpoint
+from jfsdp.checkpoint import Checkpoint, open_checkpoint
 from jfsdp.families import find_model
 from jfsdp.layout import ParamLayout, Plan
 from jfsdp.lora import ADAPTERS, BASE, LoraOptions, add_lora, merge, parse_lora
 from jfsdp.mesh import make_mesh
 from jfsdp.precision import parse_dtype
+from jfsdp.run_folder import Checkpoints
 from jfsdp.safetensors import MAX_FILE_BYTES, Entry, Tensor, read_safetensors, write_safetensors, write_text
 from jfsdp.state import TrainState
 from jfsdp.summon import fetch_layer, insert_layer
@@ -52,15 +53,33 @@ Read = Callable[[ParamLayout, int], np.ndarray]
 
 
 class Named(NamedTuple):
-    """A parameter and what Hugging Face calls it: one name, or one for each layer."""
+    """A parameter and what Hugging Face calls it: one name, or one for each layer, or one for each expert of each."""
 
     leaf: ParamLayout
     names: list[str]
     transposed: bool
+    is_split: bool = False
+    """Whether the first dim of a layer counts tensors of their own (experts)."""
+
+    @property
+    def layers(self) -> list[list[str]]:
+        """Names of the tensors that each layer is made of."""
+        n = self.leaf.shape[0] if self.is_split else 1
+        return [self.names[i : i + n] for i in range(0, len(self.names), n)]
 
     def shape(self) -> tuple[int, ...]:
         """Of one tensor in the file."""
-        return self.leaf.shape[::-1] if self.transposed else self.leaf.shape
+        shape = self.leaf.shape[1:] if self.is_split else self.leaf.shape
+        return shape[::-1] if self.transposed else shape
+
+    def read(self, tensors: list[Tensor], index: tuple[slice, ...]) -> np.ndarray:
+        """A piece of a layer, from the tensors that it is made of."""
+        if self.is_split:
+            return np.stack([self._turned(tensor, index[1:]) for tensor in tensors[index[0]]])
+        return self._turned(tensors[0], index)
+
+    def _turned(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+        return np.ascontiguousarray(tensor[index[::-1]].T) if self.transposed else tensor[index]
 
 
 def load_pretrained(folder: str | Path, plan: Plan, family: Any, *, start: Callable[[], Any] | None = None) -> Any:
@@ -76,7 +95,7 @@ def load_pretrained(folder: str | Path, plan: Plan, family: Any, *, start: Calla
     else:
         named, found = _match_saved(open_checkpoint(folder), plan)
     own = _new_parameters(plan, start, [leaf.path for leaf in plan.leaves if _is_adapter(leaf)])
-    placed = {one.leaf.path: _settle(_place(one, [found[n] for n in one.names], plan), one.leaf, plan) for one in named}
+    placed = {one.leaf.path: _settle(_place(one, found, plan), one.leaf, plan) for one in named}
     return plan.map(lambda leaf: {**own, **placed}[leaf.path])
 
 
@@ -192,7 +211,10 @@ def name_parameters(plan: Plan, family: Any) -> list[Named]:
             unknown.append(leaf.path)
         else:
             name, transposed = entry
-            out.append(Named(leaf, [name.format(i) for i in range(leaf.layers or 1)], transposed))
+            is_split = name.count("{}") > (leaf.layers is not None)
+            experts = range(leaf.shape[0] if is_split else 1)
+            names = [name.format(i, j) for i in range(leaf.layers or 1) for j in experts]
+            out.append(Named(leaf, names, transposed, is_split))
     if unknown:
         raise ValueError(
             f"{family.__name__}.NAMES has no Hugging Face name for {', '.join(unknown)}. Add it to the table."
@@ -220,18 +242,22 @@ def entries(read: Read, plan: Plan, family: Any, *, dtype: Any = None, lora_scal
     layouts = {leaf.path: leaf for leaf in plan.leaves}
     named = name_parameters(plan, family)
 
-    def fetch(one: Named, layer: int, dtype) -> np.ndarray:
-        value = read(one.leaf, layer)
+    @lru_cache(1)  # experts of a layer are written one after the other
+    def read_split(leaf: ParamLayout, layer: int) -> np.ndarray:
+        return read(leaf, layer)
+
+    def fetch(one: Named, layer: int, piece: int, dtype) -> np.ndarray:
+        value = read_split(one.leaf, layer)[piece] if one.is_split else read(one.leaf, layer)
         adapters = [layouts.get(path) for path in _adapter_paths(one.leaf)]
         if all(adapters):
             value = merge(value, *(read(leaf, layer) for leaf in adapters), scale=lora_scale)
         return (value.T if one.transposed else value).astype(dtype, copy=False)
 
-    for layer in range(max(len(one.names) for one in named)):
-        for one in named:
-            if layer < len(one.names):
-                stored = np.dtype(dtype or one.leaf.dtype)
-                yield Entry(one.names[layer], one.shape(), stored, partial(fetch, one, layer, stored))
+    by_layer = [(layer, i, names) for i, one in enumerate(named) for layer, names in enumerate(one.layers)]
+    for layer, i, names in sorted(by_layer):
+        stored = np.dtype(dtype or named[i].leaf.dtype)
+        for piece, name in enumerate(names):
+            yield Entry(name, named[i].shape(), stored, partial(fetch, named[i], layer, piece, stored))
 
 
 def _from_devices(params: Any, plan: Plan) -> Read:
@@ -341,16 +367,16 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return all(a[i : i + rows].tobytes() == b[i : i + rows].tobytes() for i in range(0, a.shape[0], rows))
 
 
-def _place(one: Named, tensors: list[Tensor], plan: Plan) -> jax.Array:
+def _place(one: Named, found: dict[str, Tensor], plan: Plan) -> jax.Array:
     """A parameter from its tensors, as the plan stores it."""
-    leaf = one.leaf
+    leaf, layers = one.leaf, [[found[name] for name in names] for names in one.layers]
     rest = plan.sharding(leaf.rest_spec)
     if leaf.layers is None:
-        return jax.block_until_ready(_cast(rest, leaf.dtype)(_place_layer(one, tensors[0], rest, leaf.rest_shape)))
+        return jax.block_until_ready(_cast(rest, leaf.dtype)(_place_layer(one, layers[0], rest, leaf.rest_shape)))
     sharding = plan.sharding(PartitionSpec(*leaf.rest_spec[1:]))
     stacked = _zeros(rest, leaf.rest_shape, leaf.dtype)()
-    for layer, tensor in enumerate(tensors):
-        placed = _place_layer(one, tensor, sharding, leaf.rest_shape[1:])
+    for layer, tensors in enumerate(layers):
+        placed = _place_layer(one, tensors, sharding, leaf.rest_shape[1:])
         stacked = jax.block_until_ready(
             insert_layer(rest)(stacked, placed, layer)
         )  # waits, or host copies would pile up
@@ -362,14 +388,14 @@ def _settle(value: jax.Array, leaf: ParamLayout, plan: Plan) -> jax.Array:
     return jax.block_until_ready(jax.device_put(value, plan.rest_sharding(leaf)))
 
 
-def _place_layer(one: Named, tensor: Tensor, sharding: NamedSharding, stored: tuple[int, ...]) -> jax.Array:
-    """One tensor on the devices: each piece is read once a process, however many devices hold it."""
+def _place_layer(one: Named, tensors: list[Tensor], sharding: NamedSharding, stored: tuple[int, ...]) -> jax.Array:
+    """One layer on the devices: each piece is read once a process, however many devices hold it."""
     shape = one.leaf.shape
 
     @lru_cache(None)
     def read(spans: tuple[tuple[int, int], ...]) -> np.ndarray:
         inside = tuple(slice(first, min(end, n)) for (first, end), n in zip(spans, shape))
-        part = np.ascontiguousarray(tensor[inside[::-1]].T) if one.transposed else tensor[inside]
+        part = one.read(tensors, inside)
         return np.pad(part, [(0, end - first - n) for (first, end), n in zip(spans, part.shape)])
 
     return jax.make_array_from_callback(

@@ -1,4 +1,4 @@
-"""Llama and what computes like it (Mistral, Qwen2, Qwen3) in Flax NNX, and how Hugging Face names their parts.
+"""Llama and what computes like it (Mistral, Qwen2, Qwen3, Qwen3-MoE) in Flax NNX, and how Hugging Face names parts.
 
 Owns the architecture and what follows from it (`presets`, `config_from`, `config_to`, `flops`, `NAMES`). Sharding is
 not here: blocks live in a `Stack`, the vocabulary in `Embed` and `Head`, and these decide where weights lie and
@@ -7,8 +7,8 @@ when they are gathered. Without a mesh this is an ordinary NNX model.
 Dims: `L B T D F V` layers, batch, tokens, width, inner width, vocabulary; `H K h` query heads, key/value
 heads, head width.
 
-Mistral adds a sliding window, Qwen2 biases on queries, keys and values, Qwen3 norms on queries and keys. Dtypes
-follow the weights: Note [Dtypes] in layers.py.
+Mistral adds a sliding window, Qwen2 biases on queries, keys and values, Qwen3 norms on queries and keys, Qwen3-MoE
+experts in the place of the MLP. Dtypes follow the weights: Note [Dtypes] in layers.py.
 """
 
 import math
@@ -27,6 +27,7 @@ from jfsdp.vocab import Embed, Head
 
 from .attention import IMPLEMENTATIONS, attend_cached, attention, document_starts
 from .config_json import check_config
+from .experts import EXPERTS_NEED, ExpertOptions, Experts, Load, balance_loss, experts_from, experts_to
 from .layers import Linear, RMSNorm
 from .rope import SCALINGS, LinearScaling, Llama3Scaling, YarnScaling, rope_tables, rotate
 
@@ -48,7 +49,7 @@ class Config:
     head_dim: int | None = None
     """Width of a head (h); None takes width / num_heads."""
     inner_width: int = 640
-    """Width inside the MLP (F)."""
+    """Width inside the MLP, or inside each expert (F)."""
     rope_theta: float = 500_000.0
     """Base of the RoPE wavelengths."""
     rope_scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
@@ -61,6 +62,8 @@ class Config:
     """Whether queries, keys and values have biases (Qwen2)."""
     qk_norm: bool = False
     """Whether each head's queries and keys are normed before RoPE (Qwen3)."""
+    experts: ExpertOptions | None = None
+    """A mixture of experts in the place of every MLP (Qwen3-MoE)."""
     sliding_window: int | None = None
     """Tokens that a token sees, itself included (Mistral); None sees all before it."""
     attention: str = "auto"
@@ -107,6 +110,8 @@ presets: dict[str, Config] = {
     "llama-tiny": Config(**_SMALL, width=96, num_layers=3, num_heads=6, num_kv_heads=2, inner_width=256),
     "llama-2m": Config(**_SMALL),
     "llama-30m": Config(**_SMALL, width=512, num_layers=10, num_heads=8, num_kv_heads=4, inner_width=1408),
+    "moe-tiny": Config(**_SMALL, width=96, num_layers=3, num_heads=6, num_kv_heads=2, inner_width=64, qk_norm=True,
+                       experts=ExpertOptions(count=8, per_token=2, balance=0.01)),
     # For token ids of a tokenizer with 32,000.
     "llama-125m": Config(vocab_size=32_000, width=768, num_layers=16, num_heads=12, num_kv_heads=4,
                          inner_width=2048, tied=True),
@@ -117,7 +122,7 @@ presets: dict[str, Config] = {
                         rope_scaling=Llama3Scaling(factor=8.0, **_STRETCHED)),
     "llama3-70b": Config(**_LLAMA3, width=8192, num_layers=80, num_heads=64, inner_width=28_672,
                          rope_scaling=Llama3Scaling(factor=8.0, **_STRETCHED)),
-    # As published: Mistral 7B v0.1, Qwen2.5 0.5B and 7B, Qwen3 0.6B and 8B.
+    # As published: Mistral 7B v0.1, Qwen2.5 0.5B and 7B, Qwen3 0.6B, 8B and 30B-A3B.
     "mistral-7b": Config(vocab_size=32_000, width=4096, num_layers=32, num_heads=32, num_kv_heads=8,
                          inner_width=14_336, rope_theta=10_000.0, sliding_window=4096),
     "qwen2.5-0.5b": Config(**_QWEN, **_QWEN2, width=896, num_layers=24, num_heads=14, num_kv_heads=2, inner_width=4864,
@@ -126,6 +131,8 @@ presets: dict[str, Config] = {
                          inner_width=18_944, vocab_size=152_064),
     "qwen3-0.6b": Config(**_QWEN, **_QWEN3, width=1024, num_layers=28, num_heads=16, inner_width=3072, tied=True),
     "qwen3-8b": Config(**_QWEN, **_QWEN3, width=4096, num_layers=36, num_heads=32, inner_width=12_288),
+    "qwen3-30b-a3b": Config(**_QWEN, **{**_QWEN3, "num_kv_heads": 4}, width=2048, num_layers=48, num_heads=32,
+                            inner_width=768, experts=ExpertOptions(count=128, per_token=8)),
 }
 
 
@@ -140,10 +147,11 @@ def flops(config: Config, seq_len: int) -> int:
     `6 N + 12 L H h T`: N weights in matmuls (the embedding's look-up and the norms are none), 2 operations
     each, three times over as the backward pass costs two forward ones; likewise T keys per query, once for
     scores and once for values. The half that a causal kernel can skip is counted, as in published figures of
-    utilisation (PaLM, appendix B).
+    utilisation (PaLM, appendix B). Of experts, those that the token goes through.
     """
     c, heads = config, config.num_heads * config.head_size
-    layer = 2 * c.width * (heads + c.num_kv_heads * c.head_size) + 3 * c.width * c.inner_width
+    mlps, router = (1, 0) if c.experts is None else (c.experts.per_token, c.experts.count)
+    layer = 2 * c.width * (heads + c.num_kv_heads * c.head_size) + c.width * (3 * mlps * c.inner_width + router)
     return 6 * (c.num_layers * layer + c.width * c.vocab_size) + 12 * c.num_layers * heads * seq_len
 
 
@@ -168,20 +176,27 @@ class Llama(nnx.Module):
             makes each row one document.
         positions: `[B, T]` or `[1, T]`; None counts from the start of each document.
         """
-        return self.head(self._hidden(tokens, segments, positions))
+        return self.head(self._hidden(tokens, segments, positions)[0])
 
     def loss(
         self, tokens: Array, targets: Array, weights: Array, *,
         segments: Array | None = None, positions: Array | None = None,
-    ) -> tuple[Array, Array]:
-        """Sum of `weights * -log p(target)` in nats, and sum of the weights; their ratio is the mean loss.
+    ) -> tuple:
+        """Sum of `weights * -log p(target)` in nats, and sum of the weights; their ratio is the mean loss. With experts
+        the balance loss beside them, over the same tokens.
 
         All are `[B, T]`. Logits are never formed whole. Where the weight is 0 the target may be any valid id.
         """
-        h = self._hidden(tokens, segments, positions)
-        return self.head.loss(h, targets, weights), jnp.sum(weights)
+        options = self.config.experts
+        counted = weights if options is not None and options.balance else None
+        h, load = self._hidden(tokens, segments, positions, counted)
+        out = self.head.loss(h, targets, weights), jnp.sum(weights)
+        return out if load is None else (*out, {"balance": balance_loss(load, weights, options)})
 
-    def _hidden(self, tokens: Array, segments: Array | None, positions: Array | None) -> Array:
+    def _hidden(
+        self, tokens: Array, segments: Array | None, positions: Array | None, counted: Array | None = None
+    ) -> tuple[Array, Load | None]:
+        """`[B, T, D]` for the head, and what the routers did with the tokens that are `counted`."""
         if segments is not None and segments.shape != tokens.shape:
             raise ValueError(
                 f"segments have shape {segments.shape} and tokens {tokens.shape}; give each token its "
@@ -192,8 +207,11 @@ class Llama(nnx.Module):
         if positions is None:
             positions = index if starts is None else index - starts
         starts = self._window(starts, index)
-        x = self.blocks(self.embed(tokens), rope_tables(self.config, positions), starts)
-        return self.norm(x)
+        x, rope = self.embed(tokens), rope_tables(self.config, positions)
+        if counted is None:
+            return self.norm(self.blocks(x, rope, starts)), None
+        x, load = self.blocks.scan("routed", x, None, rope, starts, counted)
+        return self.norm(x), load
 
     def new_cache(self, rows: int, length: int, dtype: DTypeLike = jnp.float32) -> tuple[Array, Array]:
         """Room for the keys and values of `length` tokens of each row, `[L, rows, length, K, h]` each."""
@@ -229,11 +247,20 @@ class Block(nnx.Module):
         self.attn_norm = RMSNorm(config.width, config.norm_eps)
         self.attn = Attention(config, rngs=rngs)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = Mlp(config, rngs=rngs)
+        c, std = config, _residual_std(config)
+        self.mlp = (
+            Mlp(c, rngs=rngs) if c.experts is None else Experts(c.width, c.inner_width, c.experts, std=std, rngs=rngs)
+        )
 
     def __call__(self, x: Array, rope: tuple[Array, Array], starts: Array | None = None) -> Array:
         x = x + self.attn(self.attn_norm(x), rope, starts).astype(x.dtype)
         return x + self.mlp(self.mlp_norm(x)).astype(x.dtype)
+
+    def routed(self, x: Array, _, rope: tuple[Array, Array], starts: Array | None, counted: Array):
+        """The same, and what the router did with the tokens that are `counted [B, T]`."""
+        x = x + self.attn(self.attn_norm(x), rope, starts).astype(x.dtype)
+        out, load = self.mlp.routed(self.mlp_norm(x), counted)
+        return x + out.astype(x.dtype), load
 
     def decode(self, x: Array, cache, rope: tuple[Array, Array], starts: Array, offset: Array) -> tuple[Array, Any]:
         out, cache = self.attn.decode(self.attn_norm(x), cache, rope, starts, offset)
@@ -306,11 +333,15 @@ NAMES: dict[str, tuple[str, bool]] = {
     "blocks.{}.mlp.gate.kernel": ("model.layers.{}.mlp.gate_proj.weight", True),
     "blocks.{}.mlp.up.kernel": ("model.layers.{}.mlp.up_proj.weight", True),
     "blocks.{}.mlp.down.kernel": ("model.layers.{}.mlp.down_proj.weight", True),
+    "blocks.{}.mlp.router": ("model.layers.{}.mlp.gate.weight", True),
+    "blocks.{}.mlp.gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", True),
+    "blocks.{}.mlp.up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", True),
+    "blocks.{}.mlp.down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", True),
     "norm.scale": ("model.norm.weight", False),
     "head.table": ("lm_head.weight", False),
 }
-"""Our path -> Hugging Face name, and whether the matrix is stored transposed; `{}` is the layer. A model has those that
-its configuration asks for."""
+"""Our path -> Hugging Face name, and whether the matrix is stored transposed; `{}` is the layer, a second one the
+expert. A model has those that its configuration asks for."""
 TIED = {"head.table": "embed.table"}
 """A parameter that a tied model lacks, and the one it uses instead."""
 PREFIX = "model."
@@ -325,8 +356,9 @@ _HF_FIELDS = {
     "num_heads": "num_attention_heads",
     "inner_width": "intermediate_size",
 }
+_HF_WIDTH_OF_EXPERTS = {"inner_width": "moe_intermediate_size"}
 _HF_KNOWN = {  # what this model computes; a config.json that says otherwise describes another one
-    "model_type": ("llama", "mistral", "qwen2", "qwen3"),
+    "model_type": ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -335,6 +367,8 @@ _HF_KNOWN = {  # what this model computes; a config.json that says otherwise des
     "mscale": (),
     "partial_rotary_factor": (1.0,),
     "use_sliding_window": (False,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
     "quantization_config": (),
 }
 
@@ -346,14 +380,18 @@ def config_from(hf: Mapping[str, Any]) -> Config:
     Raises: ValueError for a field that is missing, NotImplementedError for one that asks for another model.
     """
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    hf = {"num_experts": hf["num_local_experts"], **hf} if "num_local_experts" in hf else hf  # as transformers 5 writes
     said = {**hf, **rope, "rope_type": rope.get("rope_type") or rope.get("type")}  # "type" until 2024
     scaling = SCALINGS.get(said["rope_type"])
     stretch = [] if scaling is None else fields(scaling)
-    needed = [*_HF_FIELDS.values(), *(f.name for f in stretch if f.default is MISSING)]
-    check_config(said, _HF_KNOWN, needed, family="models/llama.py")
     kind = said.get("model_type", "llama")
+    is_mixture = kind == "qwen3_moe"
+    names = {**_HF_FIELDS, **(_HF_WIDTH_OF_EXPERTS if is_mixture else {})}
+    needed = [*names.values(), *(f.name for f in stretch if f.default is MISSING)]
+    needed += EXPERTS_NEED if is_mixture else ()
+    check_config(said, _HF_KNOWN, needed, family="models/llama.py")
     return Config(
-        **{ours: said[theirs] for ours, theirs in _HF_FIELDS.items()},
+        **{ours: said[theirs] for ours, theirs in names.items()},
         num_kv_heads=said.get("num_key_value_heads") or said["num_attention_heads"],
         head_dim=said.get("head_dim") or (128 if kind == "qwen3" else None),
         rope_theta=said.get("rope_theta", 10_000.0),
@@ -361,7 +399,8 @@ def config_from(hf: Mapping[str, Any]) -> Config:
         norm_eps=said.get("rms_norm_eps", 1e-6),
         tied=said.get("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        experts=experts_from(said) if is_mixture else None,
         sliding_window=said.get("sliding_window", 4096) if kind == "mistral" else None,
     )
 
@@ -369,7 +408,7 @@ def config_from(hf: Mapping[str, Any]) -> Config:
 def config_to(config: Config) -> dict[str, Any]:
     """The `config.json` that `config_from` reads as `config`, spelled as on the hub.
 
-    Raises: NotImplementedError for a mixture that none of the four published models is.
+    Raises: NotImplementedError for a combination that none of the published models is.
     """
     c = config
     asked = {"Qwen3": c.qk_norm, "Qwen2": c.qkv_bias, "Mistral": c.sliding_window is not None}
@@ -379,11 +418,15 @@ def config_to(config: Config) -> dict[str, Any]:
             f"no Hugging Face model has all that {' and '.join(kinds)} add to Llama. Leave all but one out of "
             "qk_norm, qkv_bias and sliding_window."
         )
+    if (is_mixture := c.experts is not None) and kinds != ["Qwen3"]:
+        words = f"no Hugging Face model is {kinds[0]} with these experts. Set qk_norm, as in Qwen3-MoE."
+        raise NotImplementedError(words)
+    kind, names = ("Qwen3Moe", _HF_FIELDS | _HF_WIDTH_OF_EXPERTS) if is_mixture else (kinds[0], _HF_FIELDS)
     scaling = c.rope_scaling
     return {
-        "architectures": [f"{kinds[0]}ForCausalLM"],
-        "model_type": kinds[0].lower(),
-        **{theirs: getattr(c, ours) for ours, theirs in _HF_FIELDS.items()},
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": "qwen3_moe" if is_mixture else kind.lower(),
+        **{theirs: getattr(c, ours) for ours, theirs in names.items()},
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_size,
         "hidden_act": "silu",
@@ -391,5 +434,6 @@ def config_to(config: Config) -> dict[str, Any]:
         "rope_scaling": scaling and {"rope_type": scaling.kind, **asdict(scaling)},
         "rms_norm_eps": c.norm_eps,
         "tie_word_embeddings": c.tied,
-        **({"sliding_window": c.sliding_window} if kinds == ["Mistral"] else {}),
+        **({"sliding_window": c.sliding_window} if kind == "Mistral" else {}),
+        **(experts_to(c.experts) if is_mixture else {}),
     }

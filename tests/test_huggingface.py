@@ -4,6 +4,7 @@ transformers and PyTorch are the judges where they are installed; the rest compa
 with itself. Weights are random and larger than at the start, so that a mistake shows.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -28,12 +29,14 @@ from jfsdp.state import TrainState
 from jfsdp.step import eval_step, train_step
 from jfsdp.wrap import plan_module
 from models import gpt2, llama, t5
+from models.experts import ExpertOptions
 from tests import huggingface_processes
 from tests.support import submesh
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+BALANCE = 0.5
 DECODER = dict(
     vocab_size=67, hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=6,
     num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=128,
@@ -50,6 +53,19 @@ MODELS = {
     "mistral": ("Mistral", {**DECODER, "rope_parameters": LINEAR, "sliding_window": 5}, llama),
     "qwen2": ("Qwen2", {**DECODER, "tie_word_embeddings": True, "head_dim": 8}, llama),
     "qwen3": ("Qwen3", {**DECODER, "attention_bias": False}, llama),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            **DECODER,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "output_router_logits": True,
+            "router_aux_loss_coef": BALANCE,
+        },
+        llama,
+    ),
     "gpt2": (
         "GPT2",
         dict(
@@ -67,10 +83,13 @@ MODELS = {
     "t5": ("T5", T5, t5),
     "t5-gated": ("T5", {**T5, "feed_forward_proj": "gated-gelu", "num_layers": 2, "num_decoder_layers": 3}, t5),
 }
+QUICK = ("llama3", "gpt2", "qwen3-moe", "t5-gated")
 one_of_each = pytest.mark.parametrize(
-    "name", [pytest.param(m, marks=[pytest.mark.slow] * (m not in ("llama3", "gpt2", "t5-gated"))) for m in MODELS]
+    "name", [pytest.param(m, marks=[pytest.mark.slow] * (m not in QUICK)) for m in MODELS]
 )
-every_model = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize(
+    "name", [pytest.param(m, marks=[pytest.mark.slow] * (m == "qwen3")) for m in MODELS]  # its norms: qwen3-moe
+)
 
 
 @functools.cache
@@ -148,13 +167,33 @@ def their_logits(name):
     return theirs(name)(**their_inputs(name)).logits
 
 
-def their_loss(name):
+def their_losses(name):
+    """The mean over what counts, and the balance of experts over the same tokens where there are experts."""
     import torch
 
-    batch = batch_for(name)
+    batch, model = batch_for(name), theirs(name)
     targets, weights = torch.from_numpy(batch["targets"]).long(), torch.from_numpy(batch["weights"])
-    nll = torch.nn.functional.cross_entropy(their_logits(name).flatten(0, 1), targets.flatten(), reduction="none")
-    return (nll * weights.flatten()).sum() / weights.sum()
+    out = model(**their_inputs(name))
+    nll = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = {"loss": (nll * weights.flatten()).sum() / weights.sum()}
+    if getattr(out, "router_logits", None) is not None:
+        balance = sys.modules[type(model).__module__].load_balancing_loss_func
+        losses["balance"] = balance(out.router_logits, model.num_experts, model.num_experts_per_tok, weights)
+    return losses
+
+
+def their_gradients(name):
+    """By the names that a checkpoint has: transformers joins experts after loading."""
+    out = {}
+    for path, p in theirs(name).named_parameters():
+        prefix, _, joined = path.rpartition(".")
+        if prefix.endswith("experts"):
+            parts = p.grad.chunk(2, dim=1) if joined == "gate_up_proj" else [p.grad]
+            kinds = ["gate_proj", "up_proj"] if joined == "gate_up_proj" else [joined]
+            out |= {f"{prefix}.{i}.{kind}.weight": g for kind, part in zip(kinds, parts) for i, g in enumerate(part)}
+        else:
+            out[path] = p.grad
+    return {path: gradient.numpy() for path, gradient in out.items()}
 
 
 def tensors(params, plan, family):
@@ -183,15 +222,16 @@ def test_logits_equal_transformers(name, folder):
 def test_loss_and_every_gradient_equal_transformers(name, folder):
     """Loaded onto shards; one step of SGD at rate 1, so that a parameter moves by its gradient."""
     family, tx = MODELS[name][2], optax.sgd(1.0)
-    params, plan, _ = open_model(folder(name), family, "1x8" if name == "llama3" else "1x2")
+    params, plan, _ = open_model(folder(name), family, "1x8" if name in ("llama3", "qwen3-moe") else "1x2")
     before = tensors(params, plan, family)
     state, metrics = train_step(loss, tx, plan)(TrainState.create(params, tx, plan), batch_for(name))
     theirs(name).zero_grad()
-    want = their_loss(name)
-    want.backward()
-    assert float(metrics["loss"]) == pytest.approx(want.item(), abs=1e-5)
+    want = their_losses(name)
+    (want["loss"] + BALANCE * want.get("balance", 0)).backward()
+    for which, value in want.items():
+        assert float(metrics[which]) == pytest.approx(value.item(), abs=1e-5)
     after = tensors(state.params, plan, family)
-    gradients = {path: p.grad.numpy() for path, p in theirs(name).named_parameters()}
+    gradients = their_gradients(name)
     assert set(after) == set(gradients)
     for path, gradient in gradients.items():
         assert np.abs(gradient).max() > 1e-4
@@ -247,6 +287,7 @@ def test_transformers_loads_what_is_exported(name, folder, tmp_path):
 UNEVEN = llama.Config(
     vocab_size=37, width=20, num_layers=5, num_heads=2, num_kv_heads=1, head_dim=6, inner_width=13, qk_norm=True
 )
+UNEVEN_EXPERTS = dataclasses.replace(UNEVEN, experts=ExpertOptions(count=3, per_token=2), num_layers=2)
 MESHES = [("1x8", "FULL_SHARD"), ("2x4", None), ("2x4", "FULL_SHARD"), ("1x8", "SHARD_OPT"), ("2x4", "NO_SHARD")]
 
 
@@ -267,10 +308,12 @@ def write_random(folder, family, config, dtype=np.float32, change=lambda tensors
     return random
 
 
-@pytest.mark.parametrize("mesh, strategy", MESHES)
-def test_a_round_trip_is_bitwise_without_padding(mesh, strategy, tmp_path):
+@pytest.mark.parametrize(
+    "mesh, strategy, shape", [*((*where, UNEVEN) for where in MESHES), ("2x4", None, UNEVEN_EXPERTS)]
+)
+def test_a_round_trip_is_bitwise_without_padding(mesh, strategy, shape, tmp_path):
     """C-48: no padding on disk and every value as it was; bf16 in the file, fp32 in memory, bf16 in the file."""
-    want = write_random(tmp_path / "in", llama, UNEVEN, jnp.bfloat16, max_file_bytes=2000)
+    want = write_random(tmp_path / "in", llama, shape, jnp.bfloat16, max_file_bytes=2000)
     params, plan, config = open_model(tmp_path / "in", llama, mesh, strategy=strategy)
     if strategy != "NO_SHARD" and mesh == "1x8":
         assert any(leaf.padded_shape != leaf.shape for leaf in plan.leaves)

@@ -565,7 +565,7 @@ def test_an_old_config_means_the_defaults_of_its_time():
     (dict(attention_bias=True), r"attention_bias is True; .*one of \[False\]. Use a checkpoint"),
     (dict(mlp_bias=True), "mlp_bias is True"),
     (dict(hidden_act="gelu"), r"hidden_act is 'gelu'; .*\['silu'\]"),
-    (dict(model_type="gemma"), r"model_type is 'gemma'; .*\['llama', 'mistral', 'qwen2', 'qwen3'\]"),
+    (dict(model_type="gemma"), r"model_type is 'gemma'; .*\['llama', 'mistral', 'qwen2', 'qwen3', 'qwen3_moe'\]"),
     (dict(attention_dropout=0.1), "attention_dropout is 0.1"),
     (dict(rope_scaling=dict(type="longrope")), r"rope_type is 'longrope'; .*\['default', 'linear', 'llama3', 'yarn'\]"),
     (dict(rope_parameters=dict(rope_type="dynamic")), "rope_type is 'dynamic'"),
@@ -580,7 +580,7 @@ def test_a_config_for_another_model_is_refused_by_name(changes, mend):
 
 
 YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32)
-WRITTEN = ["llama3-8b", "llama3-1b", "mistral-7b", "qwen2.5-7b", "qwen3-0.6b"]
+WRITTEN = ["llama3-8b", "llama3-1b", "mistral-7b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-30b-a3b"]
 
 
 @pytest.mark.parametrize("config", [
@@ -612,7 +612,7 @@ PARAMETERS = {  # from llama3-1b on as published
     "llama-tiny": 344_736, "llama-2m": 1_967_808, "llama-30m": 29_764_096, "llama-125m": 125_264_640,
     "llama3-1b": 1_235_814_400, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
     "mistral-7b": 7_241_732_096, "qwen2.5-0.5b": 494_032_768, "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920,
-    "qwen3-8b": 8_190_735_360,
+    "qwen3-8b": 8_190_735_360, "moe-tiny": 568_320, "qwen3-30b-a3b": 30_532_122_624,
 }
 
 
@@ -631,5 +631,8 @@ def test_flops_are_the_matmuls_of_one_token_three_times():
     layer = sum(a * b for a, b in (q, k, v, o, gate, up, down)) + scores + values
     forward = 2 * (2 * layer + width * vocab)  # 2 operations a weight; 2 layers
     assert llama.flops(SMALL, seq_len) == 3 * forward
+    experts = dataclasses.replace(SMALL, experts=llama.ExpertOptions(count=5, per_token=2))
+    more = 2 * 2 * (gate[0] * gate[1] * 3 + 5 * width)  # a second MLP for the token, and the router, in 2 layers
+    assert llama.flops(experts, seq_len) == 3 * (forward + more)
     tied = dataclasses.replace(SMALL, tied=True)
     assert llama.flops(tied, seq_len) == llama.flops(SMALL, seq_len)  # the head's matmul stays

@@ -97,10 +97,12 @@ class Forecast:
         tables = [leaf for leaf in plan.leaves if leaf.never_whole]
         family, config = w.found.family, w.found.config
         attention = family.flops(config, w.seq_len) - family.flops(config, 0)  # both directions, all keys
+        head_params = float(math.prod(tables[-1].shape)) if tables else 0.0
         return Shape(
             layers=layers,
             layer_params=sum(leaf.size for leaf in matrices) / layers,
-            head_params=float(math.prod(tables[-1].shape)) if tables else 0.0,
+            active_params=(family.flops(config, 0) / 6 - head_params) / layers,
+            head_params=head_params,
             params=plan.num_params,
             width=tables[-1].shape[1] if tables else matrices[0].shape[0],
             attention=attention / 6 / layers,
@@ -155,11 +157,14 @@ class Forecast:
                     f"a layer has {unit / 1e6:,.0f}M parameters, above the usual 50 to 200M: whole layers take "
                     f"{window / GIB:,.1f} GiB, however many GPUs share the rest."
                 )
+        if (active := self.shape.active_params) < 0.9 * unit:
+            found.append(
+                f"a token goes through {active / 1e6:,.0f}M of a layer's {unit / 1e6:,.0f}M parameters: time counts "
+                "these, and the rows of experts, in blocks, may take up to twice as long."
+            )
         if self.fits and self.fraction > 0.75:
             setting = f"XLA_PYTHON_CLIENT_MEM_FRACTION={self.fraction + 0.02:.2f}"
             found.append(f"JAX takes 75 percent of a GPU at start: set {setting}.")
-        if self.work.remat == "dots" and getattr(self.work.found.config, "attention", None) == "chunked":
-            found.append("remat dots keeps the scores of chunked attention; remat full or none keeps none.")
         return found
 
     def published(self) -> list[tuple[str, float]]:

@@ -53,6 +53,8 @@ class Shape:
     layers: int
     layer_params: float
     """In matmuls of one layer."""
+    active_params: float | None = None
+    """Of these, those that one token goes through; None is all, as where there are no experts."""
     head_params: float
     """In the head's matmul: vocabulary x width."""
     params: float
@@ -141,7 +143,8 @@ def step_time(shape: Shape, run: Run, cluster: Cluster, rates: Rates = Rates()) 
     bandwidth = chip.bandwidth * rates.memory
     passes = rates.between_eager if run.is_eager else rates.between
 
-    matmul = 2 * shape.layer_params * shape.tokens / rate
+    active = shape.layer_params if shape.active_params is None else shape.active_params
+    matmul = 2 * active * shape.tokens / rate
     attention = shape.attention * shape.tokens / (rate * rates.attention)
     between = passes * shape.tokens * shape.width * number / bandwidth
     again = sum(part * t for part, t in zip(RECOMPUTED[run.checkpointing], (matmul, attention, between)))
@@ -179,7 +182,7 @@ def step_time(shape: Shape, run: Run, cluster: Cluster, rates: Rates = Rates()) 
         communication=lanes.communication,
         slowed=lanes.slowed,
         tokens=n * shape.tokens,
-        model_flops=6 * (shape.layers * shape.layer_params + shape.head_params) + 6 * shape.layers * shape.attention,
+        model_flops=6 * (shape.layers * (active + shape.attention) + shape.head_params),
         peak=chip.peak,
         low=rates.low,
         high=rates.high,
