@@ -24,7 +24,7 @@ from rich.markup import escape
 from jfsdp import cli, processes, tables
 from jfsdp.audit import report as auditor
 from jfsdp.batches import Batches, evaluation_batches
-from jfsdp.checkpoint import DamagedCheckpoint, Metadata, SaveError, open_checkpoint, restore
+from jfsdp.checkpoint import DamagedCheckpoint, Metadata, open_checkpoint, restore
 from jfsdp.data import END_OF_TEXT, Row
 from jfsdp.generate import make_generate
 from jfsdp.huggingface import load_pretrained
@@ -32,6 +32,7 @@ from jfsdp.layout import Plan
 from jfsdp.mesh import process_share
 from jfsdp.metrics import Screen, Throughput, memory, record
 from jfsdp.options import TrainingConfig, parse
+from jfsdp.run_folder import SaveError
 from jfsdp.state import TrainState
 from jfsdp.step import eval_step, train_step
 from jfsdp.watchdog import Watchdog

@@ -32,7 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jfsdp import TrainState, UnitOptions, make_mesh, make_plan, run_stack, train_step
-from jfsdp.checkpoint import Checkpoints, restore
+from jfsdp.checkpoint import restore
+from jfsdp.run_folder import Checkpoints
 
 WIDTH = 1024
 WAIT = 0.02  # seconds of a step that leaves the cores alone

@@ -1,7 +1,7 @@
-"""Checkpoints of a training state: saved in the background, complete or not there, restored onto any mesh.
+"""A checkpoint of a training state: complete or not one, and restored onto any mesh.
 
-Owns what a checkpoint holds, when it counts as complete, which ones of a run are kept and what is refused. How an
-array becomes files is `store.py`; Orbax runs the save behind the training and moves a finished folder into place.
+Owns what a checkpoint holds, when it counts as complete and what is refused. How an array becomes files is `store.py`;
+saving behind the training, and which checkpoints of a run are kept, is `run_folder.py`.
 
 Note [A checkpoint on disk]
     run/step_00000200/arrays/params.head.kernel/...   sharded: a Zarr array of the logical shape for every leaf
@@ -19,16 +19,14 @@ one would not fit either.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import re
 import shutil
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -38,30 +36,18 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from jfsdp import store
 from jfsdp.layout import Plan, path_name
-from jfsdp.metrics import in_words
 
 _MARK = "jfsdp.json"
 _ARRAYS, _LOCAL, _HASHES = "arrays", "local", "hashes"
-_UNFINISHED, _DELETED, _DAMAGED = ".orbax-checkpoint-tmp", ".deleted", ".damaged"
 _log = logging.getLogger(__name__)
-# Orbax logs, with its traceback, what `Checkpoints.check` raises as a SaveError.
-logging.getLogger("absl").addFilter(lambda record: "Commit callback in background save thread" not in str(record.msg))
 
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint that is incomplete or is not what was written."""
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written. The state is untouched, and so are older checkpoints."""
 
 
 # What a checkpoint holds
@@ -146,7 +132,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         off.
     """
     path = _one_checkpoint(Path(path))
-    found = _read_metadata(path)
+    found = read_metadata(path)
     for name, size in found.files.items():
         file = path / name
         if not file.is_file():
@@ -170,13 +156,14 @@ def _one_checkpoint(path: Path) -> Path:
         raise ValueError(f"{path}: there is no such folder. Name a checkpoint, or the folder of a run.")
     if re.fullmatch(r"step_\d+", path.name) or (path / _MARK).exists():
         return path
-    steps = _steps(path)
+    steps = steps_in(path)
     if not steps:
         raise ValueError(f"{path} is no checkpoint of jfsdp and holds none: there is no {_MARK} and no step_* in it.")
-    return _step_folder(path, steps[-1])
+    return step_folder(path, steps[-1])
 
 
-def _read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path) -> Metadata:
+    """What a checkpoint says of itself. Raises: DamagedCheckpoint."""
     try:
         found = json.loads((path / _MARK).read_text())
         if not isinstance(found, dict) or not str(found.get("format")).startswith("jfsdp-checkpoint-"):
@@ -193,14 +180,18 @@ def _read_metadata(path: Path) -> Metadata:
         raise DamagedCheckpoint(f"{path / _MARK} cannot be understood: {error}. {_USE_ANOTHER}") from error
 
 
-def _steps(run: Path) -> list[int]:
+def steps_in(run: Path) -> list[int]:
     """Steps of the checkpoints in a run's folder, complete or damaged, oldest first."""
     found = (re.fullmatch(r"step_(\d+)", p.name) for p in run.glob("step_*") if p.is_dir())
     return sorted(int(match[1]) for match in found if match)
 
 
-def _step_folder(run: Path, step: int) -> Path:
+def step_folder(run: Path, step: int) -> Path:
     return run / f"step_{step:08}"
+
+
+def is_complete(path: Path) -> bool:
+    return (path / _MARK).exists()
 
 
 # From a state to named arrays
@@ -272,71 +263,35 @@ def _generator() -> dict[str, Any]:
 # Saving
 
 
-@dataclass
-class _SaveArgs(ocp.args.CheckpointArgs):
-    """What Orbax hands to the handler."""
-
-    arrays: Arrays
-    metadata: Metadata
-
-
-class _Handler(ocp.AsyncCheckpointHandler):
-    """Writes this process's part of a state into the folder that Orbax prepared."""
-
-    def __init__(self):
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._leaves: dict[str, Leaf] = {}
-        self._metadata: Metadata | None = None
-
-    async def async_save(self, directory, args: _SaveArgs):
-        """Take hold of it in host memory, so that the state may be donated; the rest goes on behind the training.
-
-        On CPUs nothing is copied: see `store.to_host`. From other devices this waits for the copy.
-        """
-        hashes = store.content_hashes(args.arrays.values, args.arrays.shapes)
-        is_local = args.metadata.kind == "local"
-        host = store.to_host(args.arrays.values, args.arrays.shapes, every=is_local)
-        self._leaves, self._metadata = args.arrays.leaves, args.metadata
-        return [self._pool.submit(self._write, Path(directory), host, hashes, is_local)]
-
-    def _write(self, folder: Path, host: list[store.HostArray], hashes: Callable[[], dict], is_local: bool) -> None:
-        process = f"process_{jax.process_index():05}"
-        for part in (_LOCAL, _HASHES) if is_local else (_ARRAYS, _HASHES):
-            (folder / part).mkdir(exist_ok=True)
-        with ThreadPoolExecutor(1, "hash") as beside:
-            hashed = beside.submit(hashes)
-            if is_local:
-                table = store.write_local(folder / _LOCAL / f"{process}.bin", host)
-                (folder / _LOCAL / f"{process}.json").write_text(json.dumps(table))
-            else:
-                store.write_zarr(folder / _ARRAYS, host, is_first=jax.process_index() == 0)
-        (folder / _HASHES / f"{process}.json").write_text(json.dumps(hashed.result()))
-
-    def finalize(self, directory) -> None:
-        """Every process has written its part: add up the hashes, note the files, and with that it is complete."""
-        folder = Path(directory)
-        parts = [json.loads(p.read_text()) for p in (folder / _HASHES).iterdir()]
-        shutil.rmtree(folder / _HASHES)
-        leaves = {n: replace(leaf, hash=_hex(sum(part[n] for part in parts))) for n, leaf in self._leaves.items()}
-        files = sorted(p for part in (_ARRAYS, _LOCAL) for p in (folder / part).rglob("*") if p.is_file())
-        sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
-        text = json.dumps(asdict(replace(self._metadata, leaves=leaves, files=sizes)), indent=1)
-        with (folder / _MARK).open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def save(self, directory, *args, **kwargs):
-        raise NotImplementedError("saved through async_save only")
-
-    def restore(self, directory, *args, **kwargs):
-        raise NotImplementedError("restored by the function restore of this file")
-
-    def close(self) -> None:
-        self._pool.shutdown()
+def write_part(
+    folder: Path, host: list[store.HostArray], hashes: Callable[[], dict[str, int]], *, is_local: bool
+) -> None:
+    """Write what this process has of a state; with everybody's part there, one of them completes it."""
+    process = f"process_{jax.process_index():05}"
+    for part in (_LOCAL, _HASHES) if is_local else (_ARRAYS, _HASHES):
+        (folder / part).mkdir(exist_ok=True)
+    with ThreadPoolExecutor(1, "hash") as beside:
+        hashed = beside.submit(hashes)
+        if is_local:
+            table = store.write_local(folder / _LOCAL / f"{process}.bin", host)
+            (folder / _LOCAL / f"{process}.json").write_text(json.dumps(table))
+        else:
+            store.write_zarr(folder / _ARRAYS, host, is_first=jax.process_index() == 0)
+    (folder / _HASHES / f"{process}.json").write_text(json.dumps(hashed.result()))
 
 
-ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(_SaveArgs)
+def complete(folder: Path, metadata: Metadata, leaves: dict[str, Leaf]) -> None:
+    """Add up the hashes, note the files, and with that a checkpoint is complete."""
+    parts = [json.loads(p.read_text()) for p in (folder / _HASHES).iterdir()]
+    shutil.rmtree(folder / _HASHES)
+    leaves = {n: replace(leaf, hash=_hex(sum(part[n] for part in parts))) for n, leaf in leaves.items()}
+    files = sorted(p for part in (_ARRAYS, _LOCAL) for p in (folder / part).rglob("*") if p.is_file())
+    sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
+    text = json.dumps(asdict(replace(metadata, leaves=leaves, files=sizes)), indent=1)
+    with (folder / _MARK).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _hex(hash_: int) -> str:
@@ -348,7 +303,8 @@ def _versions() -> dict[str, str]:
     return {name: packages.version(name) for name in ("jax", "orbax-checkpoint", "optax")}
 
 
-def _describe(state, plan: Plan | None, kind: str, **what) -> Metadata:
+def describe(state, plan: Plan | None, kind: str, **what) -> Metadata:
+    """Metadata of a state, its arrays left out."""
     leaves = jax.tree.leaves(state)
     mesh = plan.mesh if plan is not None else getattr(leaves[0].sharding, "mesh", None)
     counters = {}
@@ -497,247 +453,3 @@ def _together(read, path: Path):
     if error is not None:
         raise error
     return result
-
-
-# The checkpoints of a run
-
-
-class Checkpoints:
-    """The checkpoints of one run, in one folder: saves behind the training, keeps some, restores the newest good one.
-
-    Every process makes one and calls the same methods at the same steps.
-
-    newest: how many of the newest to keep; None keeps all. best: how many to keep beside them for their metric.
-    kind: "sharded" restores onto any mesh and strategy; "local" is written faster and restores onto the same only.
-    Raises: OSError when the folder cannot be written, ValueError for a setting out of range.
-    """
-
-    def __init__(self, folder: str | os.PathLike, *, newest: int | None = 3, best: int = 1, kind: str = "sharded"):
-        if kind not in ("sharded", "local"):
-            raise ValueError(f"kind {kind!r} is unknown. Use sharded or local.")
-        if newest is not None and newest < 1:
-            raise ValueError(f"newest is {newest}; it counts checkpoints that are kept, so use 1 or more, or None.")
-        if best < 0:
-            raise ValueError(f"best is {best}; it counts checkpoints that are kept for their metric, so use 0 or more.")
-        self.folder, self._newest, self._best, self.kind = Path(folder).absolute(), newest, best, kind
-        self._is_first = jax.process_index() == 0
-        self._handler = _Handler()
-        self._saver = ocp.AsyncCheckpointer(
-            self._handler, async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        )
-        self._last: int | None = None
-        self._pending: int | None = None
-        self._remover = ThreadPoolExecutor(1, "remove")
-        self._removals: list[Future] = []
-        if self._is_first:
-            self._prepare()
-
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def _prepare(self) -> None:
-        """Make the folder, see that it can be written, and remove what an earlier run left unfinished."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            probe = self.folder / f".writable{_DELETED}"
-            probe.write_bytes(b"x" * 4096)
-            probe.unlink()
-        except OSError as error:
-            raise OSError(f"checkpoints cannot be written to {self.folder}: {error}. Name another folder.") from error
-        for left in [*self.folder.glob(f"step_*{_UNFINISHED}*"), *self.folder.glob(f"step_*{_DELETED}")]:
-            shutil.rmtree(left, ignore_errors=True)
-
-    def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
-        return [step for step in _steps(self.folder) if (_step_folder(self.folder, step) / _MARK).exists()]
-
-    def has_any(self) -> bool:
-        """Whether there are checkpoints, good or damaged."""
-        return bool(_steps(self.folder))
-
-    def newest(self) -> Metadata | None:
-        """What the newest complete checkpoint says of itself."""
-        found = self._metadata()
-        return found[max(found)] if found else None
-
-    def best_step(self) -> int | None:
-        """The step with the least metric; None where no checkpoint has one."""
-        scored = [(m.metric, step) for step, m in self._metadata().items() if m.metric is not None]
-        return min(scored)[1] if scored else None
-
-    def path(self, step: int) -> Path:
-        return _step_folder(self.folder, step)
-
-    def save(self, state, *, metric: float | None = None, data: dict | None = None, run: dict | None = None) -> bool:
-        """Save a state in the background; it may be donated once this returns. False when its step is saved already.
-
-        Waits for the save before, if that is still being written.
-
-        metric: what "best" is decided by, less is better. data, run: JSON to be found again in the metadata.
-        Raises: SaveError when this save cannot begin or the one before has failed.
-        """
-        step, plan = int(state.step), getattr(state, "plan", None)
-        if step == self._last:
-            return False
-        self.wait()
-        arrays = named_arrays(state, plan)
-        metadata = _describe(state, plan, self.kind, step=step, metric=metric, data=data, run=run or {})
-        self._pending = step
-        try:
-            self._saver.save(self.path(step), args=_SaveArgs(arrays, metadata))
-        except (OSError, ValueError) as error:
-            raise self._failed(error) from error
-        self._last = step
-        return True
-
-    def check(self) -> None:
-        """Call between steps: raises SaveError if a save has failed, and lets old checkpoints go after a new one."""
-        if self._pending is None:
-            return
-        try:
-            self._saver.check_for_errors()
-        except Exception as error:
-            raise self._failed(error) from error
-        if (self.path(self._pending) / _MARK).exists():
-            self._pending = None
-            self._remove_old()
-
-    def wait(self) -> None:
-        """Wait until the save that is being written is complete, and what it replaces is gone from the disk.
-
-        Raises: SaveError if it has failed.
-        """
-        if self._pending is not None:
-            try:
-                self._saver.wait_until_finished()
-            except Exception as error:
-                raise self._failed(error) from error
-            self.check()
-        while self._removals:
-            self._removals.pop().result()
-
-    def close(self) -> None:
-        """Wait for the last save. Raises: SaveError if it has failed."""
-        try:
-            self.wait()
-        finally:
-            self._saver.close()
-            self._remover.shutdown()
-
-    def restore(self, like, *, path: str | os.PathLike | None = None, **options) -> tuple[Any, Metadata] | None:
-        """The newest state that is not damaged, and its metadata; None where there is no checkpoint.
-
-        Damaged ones are told of in one warning and renamed, so that the run can save at their steps again.
-
-        path: this checkpoint and no other. options: as for `restore`.
-        Raises: DamagedCheckpoint when all are, ValueError for one that does not fit `like`.
-        """
-        damaged: list[str] = []
-        for candidate in [path] if path is not None else map(self.path, reversed(_steps(self.folder))):
-            try:
-                found = open_checkpoint(candidate)
-                state = restore(found.path, like, **options)
-            except DamagedCheckpoint as error:
-                if path is not None:
-                    raise
-                damaged.append(str(error))
-                continue
-            step = found.metadata.step
-            if damaged:
-                _log.warning("going on from step %d, the newest good checkpoint:\n  %s", step, "\n  ".join(damaged))
-                self._set_aside(step)
-            if found.path.absolute() == self.path(step):
-                self._last = step
-            return state, found.metadata
-        if damaged:
-            raise DamagedCheckpoint(f"{self.folder} has no good checkpoint:\n  " + "\n  ".join(damaged))
-        return None
-
-    def _set_aside(self, good: int) -> None:
-        if self._is_first:
-            for step in _steps(self.folder):
-                if step > good:
-                    self.path(step).rename(self.path(step).with_name(f"{self.path(step).name}{_DAMAGED}"))
-
-    def _metadata(self) -> dict[int, Metadata]:
-        found = {}
-        for step in self.steps():
-            try:
-                found[step] = _read_metadata(self.path(step))
-            except DamagedCheckpoint:
-                continue
-        return found
-
-    def _remove_old(self) -> None:
-        """Only ever called after a newer checkpoint is complete. Files go behind the training, which takes a while."""
-        if not self._is_first or self._newest is None:
-            return
-        steps = self.steps()
-        scored = sorted((m.metric, step) for step, m in self._metadata().items() if m.metric is not None)
-        keep = {*steps[-self._newest :], *(step for _, step in scored[: self._best])}
-        for step in set(steps) - keep:
-            gone = self.path(step).rename(self.path(step).with_name(f"{self.path(step).name}{_DELETED}"))
-            self._removals.append(self._remover.submit(shutil.rmtree, gone, ignore_errors=True))
-
-    def _failed(self, error: Exception) -> SaveError:
-        step, self._pending, self._last = self._pending, None, None
-        if self._is_first:  # what was written of it would keep the disk full
-            for left in self.folder.glob(f"{self.path(step).name}{_UNFINISHED}*"):
-                shutil.rmtree(left, ignore_errors=True)
-        steps = self.steps()
-        rest = f"The newest complete one is of step {steps[-1]}." if steps else "There is no complete one."
-        return SaveError(
-            f"the checkpoint of step {step} could not be written to {self.folder}: {str(error).rstrip('.')}. {rest} "
-            "Make room or name another folder."
-        )
-
-
-# What is in it
-
-
-def inspect(path: str | os.PathLike) -> Table:
-    """A table of a checkpoint: where it comes from, and each array's shape, dtype and bytes. Reads no array."""
-    found = open_checkpoint(path)
-    m = found.metadata
-    facts = {
-        "step": f"{m.step}" + (f", metric {m.metric:.6g}" if m.metric is not None else ""),
-        "kind": m.kind,
-        "saved on": m.where(),
-        "saved at": m.saved_at,
-        "with": ", ".join(f"{name} {version}" for name, version in m.versions.items()),
-        "counters": ", ".join(f"{name} {value}" for name, value in m.counters.items()),
-        "data": ", ".join(f"{name} {value}" for name, value in (m.data or {}).items()),
-        "random": ", ".join(f"{name} {value}" for name, value in m.generator.items()),
-        "on disk": f"{in_words(sum(m.files.values()))} in {len(m.files)} files, every size as written",
-    }
-    words = "\n".join(f"{name:10} {value}" for name, value in facts.items() if value)
-    table = Table(
-        box=box.SIMPLE, show_footer=True, title=f"{found.path}\n{words}", title_justify="left", title_style=""
-    )
-    total = sum(leaf.nbytes for leaf in m.leaves.values())
-    table.add_column("array", f"{len(m.leaves)} arrays")
-    table.add_column("shape")
-    table.add_column("dtype")
-    table.add_column("bytes", in_words(total), justify="right")
-    table.add_column("content hash", style="dim")
-    for name, leaf in m.leaves.items():
-        shape = " x ".join(map(str, leaf.shape)) or "scalar"
-        table.add_row(name, shape, leaf.key or leaf.dtype, in_words(leaf.nbytes), leaf.hash)
-    return table
-
-
-def inspect_command(argv: Sequence[str]) -> int:
-    """`jfsdp inspect CKPT`; gives the exit code."""
-    parser = argparse.ArgumentParser("jfsdp inspect", description="Tell what is in a checkpoint; read no array of it.")
-    parser.add_argument("checkpoint", help="a folder step_*, or the folder of a run for its newest checkpoint")
-    try:
-        table = inspect(parser.parse_args(list(argv)).checkpoint)
-    except ValueError as error:
-        print(f"jfsdp inspect: error: {error}", file=sys.stderr)
-        return 2
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=120)).print(table)
-    return 0

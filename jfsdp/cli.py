@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jfsdp.batches import Batches, check_batch
-from jfsdp.checkpoint import Checkpoints, DamagedCheckpoint, Metadata, open_checkpoint
+from jfsdp.checkpoint import DamagedCheckpoint, Metadata, open_checkpoint
 from jfsdp.data import BYTE_VOCAB, Packed, load
 from jfsdp.families import Model, find_model
 from jfsdp.instructions import Answers, is_instructions, load_instructions
@@ -36,6 +36,7 @@ from jfsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from jfsdp.options import CheckpointConfig, DataConfig, DeviceConfig, ModelConfig, TrainConfig
 from jfsdp.precision import MixedPrecision
 from jfsdp.processes import Group, connect, detect, label, leave
+from jfsdp.run_folder import Checkpoints
 from jfsdp.sampler import mix
 from jfsdp.schedule import Schedule
 from jfsdp.strategy import parse_strategy

@@ -21,13 +21,14 @@ from jfsdp import cli, processes
 from jfsdp import mesh as meshes
 from jfsdp.audit import program as audit
 from jfsdp.batches import Batches, evaluation_batches
-from jfsdp.checkpoint import Checkpoints, restore
+from jfsdp.checkpoint import restore
 from jfsdp.layout import Plan, make_plan
 from jfsdp.loss import Auxiliary
 from jfsdp.mesh import make_mesh, process_share
 from jfsdp.metrics import Throughput, record
 from jfsdp.options import DeviceConfig
 from jfsdp.randomness import example_keys
+from jfsdp.run_folder import Checkpoints
 from jfsdp.state import TrainState
 from jfsdp.step import eval_step, train_step
 from jfsdp.unit import unshard

@@ -18,9 +18,10 @@ import pytest
 
 import train
 from jfsdp import cli, processes
-from jfsdp.checkpoint import Checkpoints, open_checkpoint
+from jfsdp.checkpoint import open_checkpoint
 from jfsdp.options import DeviceConfig
 from jfsdp.processes import Group, detect, local_devices
+from jfsdp.run_folder import Checkpoints
 from tests import process_scenarios
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jfsdp
-from jfsdp import checkpoint, consolidated
+from jfsdp import checkpoint, consolidated, run_folder
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -37,7 +37,7 @@ def test_what_stands_for_a_name_of_pytorch_exists():
     calls = [call for cell in cells for call in re.findall(r"(\w+)\(([^`]*)\)`", cell)]
     assert len(calls) > 20
     for name, arguments in calls:
-        known = {**vars(jfsdp), **vars(checkpoint), **vars(consolidated), "module": None}
+        known = {**vars(jfsdp), **vars(checkpoint), **vars(run_folder), **vars(consolidated), "module": None}
         assert name in known, f"{name}(...) does not exist"
         if known[name] is None:
             continue

@@ -221,7 +221,7 @@ def test_automatic_resume_falls_back_to_the_last_good_one(plain, caplog):
     os.truncate(file, file.stat().st_size // 2)
     with caplog.at_level(logging.WARNING, "jfsdp"):
         assert run(*options, "--checkpoint", "damaged", "--metrics", "damaged.jsonl") == 0
-    (record,) = [r for r in caplog.records if r.name.startswith("jfsdp.checkpoint")]
+    (record,) = [r for r in caplog.records if r.name.startswith("jfsdp.run_folder")]
     assert "going on from step 8" in record.message and file.name in record.message
     assert log("damaged.jsonl") == records[8:] and same(arrays("damaged"), arrays(folder))
 
