@@ -11,8 +11,8 @@ COMMANDS = {
     "plan": ("jfsdp.planning.command:command", "memory, traffic and time of a run before it runs"),
     "audit": ("jfsdp.audit.report:command", "compare two programs that plan --compile or train.py --audit wrote"),
     "inspect": ("jfsdp.contents:inspect_command", "what a checkpoint holds"),
-    "export": ("jfsdp.huggingface:export_command", "a checkpoint to a Hugging Face folder"),
-    "import": ("jfsdp.huggingface:import_command", "a Hugging Face folder to a checkpoint"),
+    "export": ("jfsdp.convert:export_command", "a checkpoint to a Hugging Face folder"),
+    "import": ("jfsdp.convert:import_command", "a Hugging Face folder to a checkpoint"),
 }
 
 

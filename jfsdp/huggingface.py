@@ -1,7 +1,8 @@
 """Hugging Face folders in and out: `config.json` and safetensors to sharded parameters, and back, tensor by tensor.
 
 Owns how a family's table of names is applied, in both directions, and what is checked before a value is read. The file
-format is `safetensors.py`; what a name means is the family's (`NAMES`, see Note [Families] in `families.py`).
+format is `safetensors.py`; what a name means is the family's (`NAMES`, see Note [Families] in `families.py`); the
+commands are in `convert.py`.
 
 Note [Streaming]
 No process ever holds more than one tensor of the file, or one layer of one parameter (of experts, all), in host
@@ -15,34 +16,24 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import tyro
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from tyro.conf import DisallowNone, Positional
 
 from jfsdp.checkpoint import Checkpoint, open_checkpoint
-from jfsdp.families import find_model
 from jfsdp.layout import ParamLayout, Plan
-from jfsdp.lora import ADAPTERS, BASE, LoraOptions, add_lora, merge, parse_lora
-from jfsdp.mesh import make_mesh
+from jfsdp.lora import ADAPTERS, BASE, LoraOptions, merge
 from jfsdp.precision import parse_dtype
-from jfsdp.run_folder import Checkpoints
 from jfsdp.safetensors import MAX_FILE_BYTES, Entry, Tensor, read_safetensors, write_safetensors, write_text
-from jfsdp.state import TrainState
 from jfsdp.summon import fetch_layer, insert_layer
-from jfsdp.wrap import plan_module
 
 _COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 """What an export takes over from the folder that the run started from."""
@@ -125,12 +116,13 @@ def save_pretrained(
     lora_scale: adapters are added to the weights they adapt, times this.
     """
     options = dict(dtype=dtype, base=base, lora_scale=lora_scale, max_file_bytes=max_file_bytes)
-    return _write_model(folder, _from_devices(params, plan), plan, family, config, **options)
+    return write_model(folder, _from_devices(params, plan), plan, family, config, **options)
 
 
-def _write_model(
+def write_model(
     folder: str | Path, read: Read, plan: Plan, family: Any, config: Any, *, dtype, base, lora_scale, max_file_bytes
 ) -> list[Path]:
+    """`save_pretrained` of parameters that `read` finds."""
     folder, is_writer = Path(folder), jax.process_index() == 0
     written = {**_read_config(base), **family.config_to(config)}
     dtype = None if dtype is None else parse_dtype(dtype)
@@ -159,12 +151,11 @@ def save_adapter(
     base: what the adapter was trained on, as `peft` shall find it: a folder or a name on the hub.
     Raises: ValueError when the model has no adapters.
     """
-    return _write_adapter(folder, _from_devices(params, plan), plan, family, options, base=base)
+    return write_adapter(folder, _from_devices(params, plan), plan, family, options, base=base)
 
 
-def _write_adapter(
-    folder: str | Path, read: Read, plan: Plan, family: Any, options: LoraOptions, *, base
-) -> list[Path]:
+def write_adapter(folder: str | Path, read: Read, plan: Plan, family: Any, options: LoraOptions, *, base) -> list[Path]:
+    """`save_adapter` of parameters that `read` finds."""
     layouts = {leaf.path: leaf for leaf in plan.leaves}
     modules, out, is_writer = set(), [], jax.process_index() == 0
 
@@ -310,7 +301,7 @@ def _match(folder: Path, tensors: dict[str, Tensor], named: list[Named], plan: P
 
 
 @dataclass(frozen=True)
-class _SavedLayer:
+class SavedLayer:
     """A parameter in a checkpoint of ours, or one layer of it, read like a tensor in a file."""
 
     found: Checkpoint
@@ -324,23 +315,27 @@ class _SavedLayer:
         return self.found.read(self.name, (slice(self.layer, self.layer + 1), *index))[0]
 
 
-def _match_saved(found: Checkpoint, plan: Plan) -> tuple[list[Named], dict[str, _SavedLayer]]:
+def _match_saved(found: Checkpoint, plan: Plan) -> tuple[list[Named], dict[str, SavedLayer]]:
     """Every parameter but the adapters, and its layers in a checkpoint of ours.
 
     Raises: ValueError that lists what does not fit.
     """
     leaves = {leaf.path.replace(f".{BASE}.", "."): leaf for leaf in plan.leaves if not _is_adapter(leaf)}
-    _check_holds(found, {path: leaf.logical_shape for path, leaf in leaves.items()})
+    check_holds(found, {path: leaf.logical_shape for path, leaf in leaves.items()})
     named, layers = [], {}
     for path, leaf in leaves.items():
         names = [f"{path}[{i}]" for i in range(leaf.layers or 1)]
         named.append(Named(leaf, names, transposed=False))
         for i, name in enumerate(names):
-            layers[name] = _SavedLayer(found, f"params.{path}", None if leaf.layers is None else i, leaf.shape)
+            layers[name] = SavedLayer(found, f"params.{path}", None if leaf.layers is None else i, leaf.shape)
     return named, layers
 
 
-def _check_holds(found: Checkpoint, wanted: dict[str, tuple[int, ...]], part: str = "params") -> None:
+def check_holds(found: Checkpoint, wanted: dict[str, tuple[int, ...]], part: str = "params") -> None:
+    """Refuse a checkpoint of ours whose parameters (or their average) are not `wanted`, logical shapes by path.
+
+    Raises: ValueError that lists what differs.
+    """
     start = f"{part}."
     have = {
         path.removeprefix(start): one.shape for path, one in found.metadata.leaves.items() if path.startswith(start)
@@ -438,116 +433,3 @@ def _zeros(sharding: NamedSharding, shape, dtype):
 def _cast(sharding: NamedSharding, dtype):
     # A copy also where the dtype stays: what was placed may share the host's memory, and parameters are donated.
     return jax.jit(lambda w: jnp.copy(w.astype(dtype)), out_shardings=sharding)
-
-
-# The commands `jfsdp export` and `jfsdp import`
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """Write the model in a checkpoint of a run as a Hugging Face folder, tensor by tensor; no device holds it."""
-
-    checkpoint: Positional[Path]
-    """A checkpoint, or a run's folder: its newest one."""
-    out: Positional[Path]
-    """The folder to write."""
-    model: DisallowNone[str | None] = None
-    """The model, as for train.py; what the run was started with unless given."""
-    base: DisallowNone[Path | None] = None
-    """The Hugging Face folder that the run began with: its config.json is kept where the model does not say otherwise,
-    and its tokenizer is copied. What the run was started with unless given."""
-    dtype: DisallowNone[Literal["fp32", "bf16", "fp16"] | None] = None
-    """Dtype of the tensors on disk; each keeps its own unless given."""
-    adapter: bool = False
-    """Write the LoRA adapters alone, for peft; without it they are merged into the weights."""
-    part: Literal["params", "ema"] = "params"
-    """The weights, or their moving average."""
-    overwrite: bool = False
-    """Write into a folder that has files already."""
-
-
-def export_command(argv: Sequence[str]) -> int:
-    """`jfsdp export CKPT OUT`; gives the exit code."""
-    return _run_command("jfsdp export", Export, export, argv)
-
-
-def import_command(argv: Sequence[str]) -> int:
-    """`jfsdp import FOLDER CKPT`; gives the exit code."""
-    return _run_command("jfsdp import", Import, import_, argv)
-
-
-def _run_command(prog: str, kind: type, run: Callable[[Any], str], argv: Sequence[str]) -> int:
-    options = tyro.cli(kind, prog=prog, args=list(argv))
-    try:
-        print(run(options))
-    except (ValueError, OSError, NotImplementedError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def export(options: Export) -> str:
-    """What `jfsdp export` writes, and says.
-
-    Raises: ValueError for a checkpoint that does not say which model it holds, or holds another one.
-    """
-    if options.out.exists() and not options.overwrite and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ValueError(f"{options.out} is there already and not empty. Name another folder, or use --overwrite.")
-    found = open_checkpoint(options.checkpoint)
-    run = found.metadata.run
-    if (name := options.model or run.get("model")) is None:
-        raise ValueError(f"{found.path} does not say which model it holds. Name it with --model.")
-    model, lora = find_model(name), parse_lora(run["lora"]) if run.get("lora") else None
-    base = options.base or run.get("init_from")
-
-    def make() -> nnx.Module:
-        module = model.family.build(model.config, rngs=nnx.Rngs(0))
-        return module if lora is None else add_lora(module, lora, rngs=nnx.Rngs(0))
-
-    plan = plan_module(make, mesh=make_mesh("1x1", devices=jax.devices()[:1]))
-    held = found.metadata.leaves
-    _check_holds(found, {leaf.path: leaf.logical_shape for leaf in plan.leaves}, options.part)
-    stored = lambda leaf: jnp.dtype(held[f"{options.part}.{leaf.path}"].dtype)  # noqa: E731
-    plan = replace(plan, layouts=plan.map(lambda leaf: replace(leaf, dtype=stored(leaf))))
-
-    def read(leaf: ParamLayout, layer: int) -> np.ndarray:
-        name, layer = f"{options.part}.{leaf.path}", None if leaf.layers is None else layer
-        return _SavedLayer(found, name, layer, leaf.shape)[tuple(slice(0, n) for n in leaf.shape)]
-
-    if options.adapter:
-        if lora is None:
-            raise ValueError(f"{found.path} is of a run without --lora, so it has no adapters. Leave out --adapter.")
-        return _told(options.out, _write_adapter(options.out, read, plan, model.family, lora, base=base))
-    scale = 1.0 if lora is None else lora.scale
-    shape = dict(dtype=options.dtype, base=base, lora_scale=scale, max_file_bytes=MAX_FILE_BYTES)
-    return _told(options.out, _write_model(options.out, read, plan, model.family, model.config, **shape))
-
-
-def _told(folder: Path, files: list[Path]) -> str:
-    count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-    return f"{folder}: {count}, {sum(file.stat().st_size for file in files):,} bytes of weights"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Import:
-    """Make a checkpoint of the weights in a Hugging Face folder, to begin runs with: train.py --init-from."""
-
-    folder: Positional[Path]
-    """The Hugging Face folder."""
-    checkpoint: Positional[Path]
-    """The folder of the checkpoint to write."""
-
-
-def import_(options: Import) -> str:
-    """What `jfsdp import` writes, and says.
-
-    Raises: ValueError for a folder that does not hold a model that a family takes.
-    """
-    path = (options.folder / "config.json").absolute()
-    model = find_model(str(path))
-    plan = plan_module(lambda: model.family.build(model.config, rngs=nnx.Rngs(0)), mesh=make_mesh("auto"))
-    params = load_pretrained(options.folder, plan, model.family)
-    with Checkpoints(options.checkpoint) as checkpoints:
-        state = TrainState.create(params, optax.identity(), plan)
-        checkpoints.save(state, run=dict(model=str(path), init_from=str(options.folder.absolute())))
-    return f"{checkpoints.path(0)}: {plan.num_params:,} parameters of {model.name}"
