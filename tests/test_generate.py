@@ -11,6 +11,7 @@ from flax import nnx
 from jfsdp.generate import make_generate
 from jfsdp.wrap import plan_module
 from models import gpt2, llama
+from models.experts import ExpertOptions
 from tests.support import submesh
 
 TINY = dict(vocab_size=53, width=24, num_layers=3, num_heads=4, query_chunk=8)
@@ -28,6 +29,10 @@ MODELS = {
             tied=True,
             head_dim=10,
         ),
+    ),
+    "experts": (
+        llama,
+        llama.Config(**TINY, num_kv_heads=2, inner_width=16, experts=ExpertOptions(count=4, per_token=2)),
     ),
     "gpt2": (gpt2, gpt2.Config(**TINY, max_positions=32)),
 }
@@ -63,7 +68,9 @@ def greedy_by_hand(name, prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), *list(MODELS)[1:]])
+@pytest.mark.parametrize(
+    "name", [pytest.param(m, marks=[pytest.mark.slow] * (m in ("llama", "experts"))) for m in MODELS]
+)
 def test_the_cache_changes_no_token(name):
     """Prompts of unequal length on 2x2 devices, padded on the left, against one row at a time without cache or mesh."""
     plan, params, _ = ready(name)
