@@ -19,7 +19,6 @@ import jax
 import optax
 from flax import nnx
 from rich.console import Console
-from rich.markup import escape
 
 from jfsdp import cli, processes, tables
 from jfsdp.audit import report as auditor
@@ -56,16 +55,18 @@ def run(argv: Sequence[str] | None) -> int:
     console.print(tables.heading(job))
     if job.config.output.dry_run:
         plan = plan_module(job.make_model, **job.sharding)
-        state = TrainState.abstract(optimizer(job.config.training, plan)[0], plan)
+        training = job.config.training
+        state = TrainState.abstract(optimizer(training, plan)[0], plan, ema=training.ema is not None)
         for table in tables.forecast(job, plan, state):
             console.print(table)
         return 0
-    with cli.exits(1, FloatingPointError, cli.RunError):
-        return train(job, console)
+    with cli.exits(1, FloatingPointError, cli.RunError), cli.stops_between_steps() as stop:
+        return train(job, console, stop)
 
 
-def train(job: cli.Job, console: Console) -> int:
+def train(job: cli.Job, console: Console, stop: cli.Stop) -> int:
     """Create or restore the model, take the steps, tell how it went."""
+    stop.nothing_to_lose = True
     config, steps = job.config, job.config.training.steps
     plan = plan_module(job.make_model, **job.sharding)
     console.print(tables.sharding_table(plan, tokens=job.tokens))
@@ -78,20 +79,24 @@ def train(job: cli.Job, console: Console) -> int:
         words = f"nothing to do: step {start} of {steps} is in {job.resume}."
         console.print(f"{words} More --steps with --reschedule train longer.")
         return 0
-    no_sync, clip_norm = not config.training.sync, config.training.clip_norm
-    step = train_step(loss, tx, plan, accumulate=config.data.accumulate, no_sync=no_sync, clip_norm=clip_norm)
+    how = dict(accumulate=config.data.accumulate, no_sync=not config.training.sync)
+    step = train_step(loss, tx, plan, **how, clip_norm=config.training.clip_norm, ema=config.training.ema)
     evaluate, sample = evaluation(job, plan), sampling(job, plan)
 
     throughput, losses, updates = Throughput(plan.mesh.devices.size), [], int(state.step - state.skipped)
     with ExitStack() as stack:
-        stop = stack.enter_context(cli.stops_between_steps())
         watchdog = stack.enter_context(Watchdog(config.processes.hang_timeout))
         saver = stack.enter_context(Saver(job, state))
         stack.callback(job.batches.close)
         writers = [*job.writers, Screen(console, steps, throughput)]
         for writer in writers:
             stack.callback(writer.close)
-        stop.nothing_to_lose = True
+        if job.held_out is not None:  # compiled while there is nothing to lose, so that a signal need not wait for it
+            evaluate(looked_at(state), lambda: True)
+            if sample is not None:
+                sample(looked_at(state))
+            watchdog.beat("compiling the evaluation")
+            throughput.restart()
         for number, batch in enumerate(throughput.waits(ahead(job.batches, plan, steps - start)), start=start + 1):
             lr = schedule(updates)  # of those applied: a skipped step moves no schedule
             if number == start + 1 and (config.output.audit or config.output.audit_file):
@@ -104,11 +109,11 @@ def train(job: cli.Job, console: Console) -> int:
             values, asked = dict(result, lr=lr), asks()
             is_last = asked and processes.vote(stop.is_set)()
             if job.evaluates_after(number) and not is_last:
-                values["eval_loss"] = evaluate(state.params, stop.is_set)
+                values["eval_loss"] = evaluate(looked_at(state), stop.is_set)
                 is_last = processes.vote(stop.is_set)()
                 watchdog.beat(f"the evaluation after step {number}")
                 if sample is not None and not is_last:
-                    console.print(f"[bold cyan]sample   [/] {escape(sample(state.params))}")
+                    console.print(tables.note("sample", sample(looked_at(state))))
             saver.after(number, state, metric=values.get("eval_loss"), now=asked or is_last)
             throughput.restart()
             last = record(number, timing, **values, **memory())
@@ -128,7 +133,9 @@ def begin(job: cli.Job, plan: Plan, tx, console: Console) -> tuple[TrainState, M
 
     Raises: ValueError when a checkpoint does not fit the model, the data or the learning rate.
     """
+    ema = job.config.training.ema
     if job.resume is None:
+
         def new_params():
             return nnx.to_pure_dict(nnx.state(job.make_model(), nnx.Param))
 
@@ -136,8 +143,9 @@ def begin(job: cli.Job, plan: Plan, tx, console: Console) -> tuple[TrainState, M
             params = plan.create(new_params)
         else:
             params = load_pretrained(folder, plan, job.model.family, start=new_params)
-        return TrainState.create(params, tx, plan, seed=job.config.training.seed), None
-    like, path = TrainState.abstract(tx, plan), None if job.config.checkpoints.resume == "auto" else job.resume
+        return TrainState.create(params, tx, plan, seed=job.config.training.seed, ema=ema is not None), None
+    like = TrainState.abstract(tx, plan, ema=ema is not None)
+    path = None if job.config.checkpoints.resume == "auto" else job.resume
     try:
         if job.checkpoints is not None:
             state, saved = job.checkpoints.restore(like, path=path)
@@ -146,17 +154,25 @@ def begin(job: cli.Job, plan: Plan, tx, console: Console) -> tuple[TrainState, M
     except DamagedCheckpoint:
         raise
     except ValueError as error:
-        other = open_checkpoint(job.resume).metadata.run.get("model", job.model.name)
-        if other == job.model.name:
-            raise
-        raise ValueError(f"{job.resume} holds a run of --model {other}, not of {job.model.name}. {error}") from error
+        raise ValueError(f"{saved_otherwise(job)}{error}") from error
     job.batches.start_at(saved.step)
     for writer in job.writers:
         writer.forget_after(saved.step)
-    console.print(f"[bold cyan]resumed  [/] from step {saved.step} of {job.resume}, saved on {saved.where()}")
+    console.print(tables.note("resumed", f"from step {saved.step} of {job.resume}, saved on {saved.where()}"))
     for words in check_schedule(job, saved, plan):
-        console.print(f"[bold cyan]changed  [/] {words}")
+        console.print(tables.note("changed", words))
     return state, saved
+
+
+def saved_otherwise(job: cli.Job) -> str:
+    """What explains that a checkpoint does not fit, in words before the error's own; else nothing."""
+    run, ema = open_checkpoint(job.resume).metadata.run, job.config.training.ema
+    if (other := run.get("model", job.model.name)) != job.model.name:
+        return f"{job.resume} holds a run of --model {other}, not of {job.model.name}. "
+    if ((kept := run.get("training", {}).get("ema")) is None) == (ema is None):
+        return ""
+    had, mend = ("no average", "Leave out --ema") if kept is None else ("an average", f"Give --ema {kept}")
+    return f"{job.resume} was saved with {had} of the weights. {mend}. "
 
 
 def check_schedule(job: cli.Job, saved: Metadata, plan: Plan) -> Iterator[str]:
@@ -262,6 +278,11 @@ def loss(model: nnx.Module, batch: Row, key: jax.Array) -> tuple[jax.Array, jax.
     return model.loss(batch["tokens"], batch["targets"], batch["weights"], **documents)
 
 
+def looked_at(state: TrainState) -> Any:
+    """The parameters that evaluations and samples look at: the average of --ema, or the weights."""
+    return state.params if state.ema is None else state.averaged_params()
+
+
 def audit(job: cli.Job, plan: Plan, compiled: Any, console: Console) -> None:
     """Tell what the compiled step moves, keeps and hides, and keep it for `jfsdp audit`."""
     name = f"{job.model.name} {job.config.devices.mesh} {plan.placement.strategy.value}"
@@ -276,7 +297,7 @@ def audit(job: cli.Job, plan: Plan, compiled: Any, console: Console) -> None:
 def evaluation(job: cli.Job, plan: Plan) -> Callable[..., float | None]:
     """`evaluate(params)`: mean loss per token over some batches, evenly spread over the held-out rows.
 
-    `evaluate(params, is_stopped)` gives None when it was stopped before the end.
+    `evaluate(params, is_stopped)` gives None when it was stopped before the end, after one batch at least.
     """
     step, wanted = eval_step(loss, plan), job.config.output.eval_batches
 

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -338,9 +337,9 @@ def stops_between_steps() -> Iterator[Stop]:
     """Ctrl-C and SIGTERM are noted, to be looked at between steps; a second one stops at once.
 
     Python runs our handler when the main thread is back from a compilation, which may take longer than a scheduler
-    waits. So a thread listens, too, and ends the process where nothing would be lost by it.
+    waits. So a thread listens, too, and ends the process where nothing would be lost by it, or when asked twice.
     """
-    stop, numbers = Stop(), (signal.SIGINT, signal.SIGTERM)
+    stop, numbers, is_over = Stop(), (signal.SIGINT, signal.SIGTERM), threading.Event()
 
     def ask(number, _):
         if stop.is_set():
@@ -350,12 +349,19 @@ def stops_between_steps() -> Iterator[Stop]:
             _fail(stop.exit_code, f"{signal.Signals(number).name} before the first step; there was nothing to save.")
 
     def listen():
+        count = 0
         while heard := ear.recv(1):
-            time.sleep(1)  # long enough for a main thread that runs Python
-            if heard[0] in numbers and stop.nothing_to_lose and not stop.is_set():
-                name = signal.Signals(heard[0]).name
-                print(f"train.py: {label()}error: {name} while compiling; there was nothing to save.", file=sys.stderr)
-                leave(128 + heard[0])
+            count += heard[0] in numbers
+            if is_over.wait(1):  # long enough for a main thread that runs Python
+                return
+            if count > 1:
+                words = "a second time; what came after the newest complete checkpoint is lost"
+            elif count and stop.nothing_to_lose and not stop.is_set():
+                words = "while compiling; there was nothing to save"
+            else:
+                continue
+            print(f"train.py: {label()}error: {signal.Signals(heard[0]).name} {words}.", file=sys.stderr)
+            leave(128 + heard[0])
 
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
@@ -365,6 +371,7 @@ def stops_between_steps() -> Iterator[Stop]:
     try:
         yield stop
     finally:
+        is_over.set()
         signal.set_wakeup_fd(heard_before)
         mouth.close()
         for number, handler in before.items():

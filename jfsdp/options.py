@@ -123,6 +123,9 @@ class TrainingConfig:
     """Decoupled, and for matrices only."""
     clip_norm: Annotated[float | None, arg(metavar="NORM")] = 1.0
     """Longest gradient, all parameters together; None does not clip."""
+    ema: Annotated[DisallowNone[float | None], arg(metavar="DECAY"), _or_else("0.999", "none")] = None
+    """Keep an average of the weights, too, and so much of it in each step; it is what evaluations and samples look at,
+    and jfsdp export --part ema."""
     sync: bool = True
     """Reduce the gradients of every micro-batch; --no-sync reduces once, and keeps them whole until then."""
     seed: int = 0
@@ -139,6 +142,8 @@ class TrainingConfig:
         for name in ("lr", "clip_norm"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; use a number above 0.")
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise ValueError(f"ema is {self.ema}, what the average keeps. Use a number from 0 to below 1, as 0.999.")
         if self.warmup_steps >= self.steps:
             raise ValueError(f"warmup takes {self.warmup_steps} of {self.steps} steps; leave at least one.")
 

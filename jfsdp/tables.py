@@ -61,6 +61,14 @@ def heading(job: Job) -> Table:
     return table
 
 
+def note(name: str, words: str) -> Table:
+    """A line below the heading, and aligned with it; where there are several, all begin below each other."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=8)
+    table.add_row(f"[bold cyan]{name}", escape(words))
+    return table
+
+
 def _device_words(mesh: Mesh) -> str:
     device, count = mesh.devices.flat[0], mesh.devices.size
     if device.platform != "cpu":

@@ -157,8 +157,7 @@ def test_gpus_are_dealt_out_to_the_processes_of_a_host(visible, local, extra, de
 def test_a_meeting_that_fails_says_where_it_was(is_taken, code, message):
     script = """
         import sys
-        from jfsdp.options import DeviceConfig
-from jfsdp.processes import Group, connect
+        from jfsdp.processes import Group, connect
         try:
             connect(Group(source="a test", count=2, index=0, coordinator=f"127.0.0.1:{sys.argv[1]}"), timeout_s=1)
         except RuntimeError as error:

@@ -5,6 +5,7 @@ Runs of a tiny model in this process, stopped by real signals between two steps;
 arrays bit by bit.
 """
 
+import ctypes
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +27,10 @@ import pytest
 
 import train
 from jfsdp import cli, store
+from jfsdp.__main__ import main as command
 from jfsdp.checkpoint import open_checkpoint
 from jfsdp.options import parse
+from jfsdp.safetensors import read_safetensors
 
 ROOT = Path(train.__file__).parent
 TINY = dict(
@@ -270,6 +274,48 @@ def test_mixture_of_sources_read_by_workers_goes_on(here, monkeypatch):
     assert open_checkpoint("mixed").metadata.data["weights"] == [2, 1]
 
 
+# The average of the weights
+
+
+def test_average_is_kept_evaluated_exported_and_goes_on(here, monkeypatch, capsys):
+    """C-29 of a run, C-53 with an average: in one go and stopped, bitwise; the average is evaluated and exported."""
+    options = ["--mesh", "2x4", "--steps", "4", "--ema", "0.5", "--eval-every", "2"]
+    seen, evaluation = [], train.evaluation
+
+    def seeing(job, plan):
+        evaluate = evaluation(job, plan)
+        return lambda params, stopped: seen.append(np.array(params["norm"]["scale"])) or evaluate(params, stopped)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluation", seeing)
+        every = ["--save-every", "1", "--keep", "9"]
+        assert run(*options, "--checkpoint", "averaged", "--metrics", "a.jsonl", *every) == 0
+    saved = [arrays(f"averaged/step_{step:08}") for step in range(1, 5)]
+    weights, averages = ([state[f"{part}.norm.scale"] for state in saved] for part in ("params", "ema"))
+    for old, weight, new in zip(averages, weights[1:], averages[1:]):
+        np.testing.assert_allclose(new, (old + weight) / 2, rtol=1e-6)
+        assert not np.array_equal(new, weight)
+    np.testing.assert_array_equal(seen, [np.ones(16), averages[1], averages[3]])  # the first one to compile
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, kill_self(signal.SIGTERM))
+        assert run(*options, "--checkpoint", "again", "--metrics", "b.jsonl") == 143
+    assert run(*options, "--checkpoint", "again", "--metrics", "b.jsonl") == 0
+    assert log("a.jsonl") == log("b.jsonl") and same(arrays("averaged"), arrays("again"))
+
+    assert command(["export", "averaged", "exported", "--part", "ema"]) == 0
+    exported = read_safetensors("exported")["model.norm.weight"][...]
+    assert np.array_equal(exported, averages[3])
+
+    capsys.readouterr()
+    for more, message in (
+        (["--steps", "9"], "was saved with an average of the weights. Give --ema 0.5"),
+        (["--ema", "1"], "ema is 1.0, what the average keeps. Use a number from 0 to below 1"),
+    ):
+        with pytest.raises(SystemExit) as exit:
+            run("--checkpoint", "averaged", *more)
+        assert exit.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
+
+
 # Time
 
 
@@ -339,6 +385,8 @@ def test_signal_during_an_evaluation_ends_it_and_saves(here, monkeypatch):
 
     def slow(job, plan):
         def evaluate(params, is_stopped):
+            if is_stopped():  # before the first step, to compile
+                return None
             os.kill(os.getpid(), signal.SIGTERM)
             while not is_stopped():
                 count.append(1)
@@ -408,6 +456,53 @@ def test_signal_during_the_first_compilation_ends_the_process(here, number):
     finally:
         process.kill()
     assert process.returncode == 128 + number and "while compiling; there was nothing to save" in said
+
+
+def test_second_ctrl_c_ends_a_process_that_compiles(here, monkeypatch, capsys):
+    """The main thread is in C and hears nothing; the first signal waits for it, since there is work to be saved."""
+    left, number = [], signal.SIGINT
+    monkeypatch.setattr(cli, "leave", left.append)
+    timers = [threading.Timer(delay, os.kill, (os.getpid(), number)) for delay in (0.1, 1.5)]
+    with cli.stops_between_steps() as stop:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})  # so that it does not end the sleep of this thread
+        try:
+            for timer in timers:
+                timer.start()
+            ctypes.CDLL(None).usleep(1_300_000)
+            assert left == []
+            with pytest.raises(KeyboardInterrupt):  # when the main thread is back
+                ctypes.CDLL(None).usleep(1_700_000)
+                threading.Event().wait(60)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        deadline = time.monotonic() + 60
+        while not left and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert stop.is_set() and left == [130]
+    assert "SIGINT a second time" in capsys.readouterr().err
+
+
+def test_evaluation_is_compiled_before_the_first_step(here, monkeypatch):
+    """C-45 (c): a signal during its compilation finds nothing to lose, as one during that of the step."""
+    stops, seen, listen = [], [], cli.stops_between_steps
+
+    @contextmanager
+    def stops_between_steps():
+        with listen() as stop:
+            stops.append(stop)
+            yield stop
+
+    def eval_step(loss, plan):
+        def step(params, batch):
+            seen.append(stops[0].nothing_to_lose)
+            return 1.0, 1.0
+
+        return step
+
+    monkeypatch.setattr(cli, "stops_between_steps", stops_between_steps)
+    monkeypatch.setattr(train, "eval_step", eval_step)
+    assert run("--steps", "3", "--mesh", "1x8", "--eval-batches", "2") == 0
+    assert seen == [True, False, False]
 
 
 def test_signals_work_as_before_afterwards(here):
