@@ -36,7 +36,7 @@ from jfsdp.checkpoint import restore
 from jfsdp.run_folder import Checkpoints
 
 WIDTH = 1024
-WAIT = 0.02  # seconds of a step that leaves the cores alone
+WAIT = 0.1  # seconds of a step that leaves the cores alone
 
 
 def main() -> None:
