@@ -114,7 +114,7 @@ def _blocks(chosen: Array, *, experts: int, size: int) -> tuple[Array, Array]:
     to_expert = jax.nn.one_hot(chosen, experts, dtype=jnp.int32)
     rank = jnp.sum((jnp.cumsum(to_expert, axis=0) - 1) * to_expert, axis=1)  # among the copies of its expert
     ends = jnp.cumsum(-(-jnp.sum(to_expert, axis=0) // size))
-    owner = jnp.searchsorted(ends, jnp.arange(2 * experts), side="right", method="compare_all")
+    owner = jnp.sum(jnp.arange(2 * experts)[:, None] >= ends[None], axis=1)
     first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     return first[chosen] * size + rank, jnp.minimum(owner, experts - 1)
 
