@@ -16,13 +16,17 @@ receives B (n-1)/n and an all-reduce 2B (n-1)/n. U units of P bytes in all, S sh
 Micro-batches multiply gathers and reduce-scatters (without no_sync), never the all-reduce over replicas.
 
 Note [Bytes kept]
-At the peak, early in the backward pass, a device holds its state, gradient shards (and those held for earlier micro-
-batches), what all layers saved, and the larger of two: the window of whole units (gathered ones, the gradient that was
-computed, the one that waits and its staging for the wire), or what layers work with. On GPUs loops are unrolled by two
-(`gpu.compiler_options`), so two layers are at work, and heap fragments come on top: 1.84 times one layer's working set
-(`planning/footprint.py`), 1.5 without a late reduction. A sharded vocabulary's table is copied
-once more, transposed for its rows. The two factors and the staging are fitted to compiled programs and nothing else
-is: `benchmarks/plan_accuracy.py` prints formula and compiler side by side.
+At the peak, early in the backward pass, a device holds its state, gradient shards, what all layers saved, and the
+larger of two: the window of whole units (gathered ones, the gradient that was computed, the one that waits and its
+staging for the wire), or what layers work with. On GPUs loops are unrolled by two (`gpu.compiler_options`), so two
+layers are at work, and heap fragments come on top: 1.86 times what a layer works with beside what it saved
+(`planning/footprint.py`), 1.5 without a late reduction. A sharded vocabulary's table is copied once more, transposed
+for its rows. The two factors and the staging are fitted to compiled programs and nothing else is:
+`benchmarks/plan_accuracy.py` prints formula and compiler side by side.
+
+With several micro-batches, shards held for earlier ones become the result in place, unless replicas are summed in the
+last one. From three on, XLA unrolls their loop too and makes room for the next one's activations while the last one's
+are still there: what layers save counts twice.
 """
 
 from __future__ import annotations
@@ -109,13 +113,12 @@ def memory(
     """
     trained = [leaf for leaf in plan.leaves if leaf.trainable]
     grads = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.dtype.itemsize for leaf in trained)
-    held = 0 if accumulate == 1 else grads
-    if accumulate > 1 and no_sync:
-        held = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if not leaf.never_whole)
+    held = _held(trained, no_sync) if accumulate > 1 else 0
     window = _window(plan, schedule)
     is_late = schedule.late_reduce and plan.mesh.size > 1
     factor = _AT_WORK if is_late else _AT_WORK_ALONE
-    at_work = max((one.backward for one in layers), default=0)
+    at_work = max((factor * (one.backward - one.saved) + one.saved for one in layers), default=0)
+    saved = sum((one.count - 1) * one.saved for one in layers)
     freed = sum(k.bytes for k in window) if _frees(plan) else window[1].bytes
     kept = [
         Kept("parameters", device_bytes(state.params), "stored shards, fp32 masters"),
@@ -124,15 +127,16 @@ def memory(
         Kept("held gradients", held, "whole" if no_sync else "shards, of earlier micro-batches"),
         Kept(
             "saved activations",
-            sum((one.count - 1) * one.saved for one in layers),
+            saved,
             " + ".join(f"{one.count - 1} layers x {one.saved / 2**20:,.1f} MiB, one at work" for one in layers),
         ),
         *window,
         Kept(
             "layers at work",
-            max(0.0, factor * at_work - freed),
-            f"{factor} x {at_work / 2**20:,.1f} MiB, less the units that are freed",
+            max(0.0, at_work - freed),
+            f"{at_work / 2**20:,.1f} MiB, {factor} times a layer's, less the units that are freed",
         ),
+        Kept("next micro-batch", saved if accumulate > 2 else 0, "room for what its layers save"),
         Kept("vocabulary", sum(_table_copy(leaf, plan) for leaf in plan.leaves), "a shard of the table, transposed"),
     ]
     updated = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if _is_gathered_after(leaf))
@@ -140,6 +144,17 @@ def memory(
     if state.ema is not None:
         kept.append(Kept("average", device_bytes(state.ema), "of the weights, fp32, sharded as they are"))
     return [*kept, Kept("updated parameters", max(0.0, updated - beside), "whole beside the old ones, less the above")]
+
+
+def _held(trained: list[ParamLayout], no_sync: bool) -> int:
+    """Gradients of earlier micro-batches that do not become the result where they are; see `Reducer`."""
+
+    def one(leaf: ParamLayout) -> int:
+        if no_sync and not leaf.never_whole:
+            return leaf.size
+        return math.prod(leaf.stack(leaf.shard_shape)) if leaf.placement.replica_axes else 0
+
+    return sum(one(leaf) * leaf.dtype.itemsize for leaf in trained)
 
 
 def unit_bytes(plan: Plan) -> int:
@@ -170,7 +185,7 @@ def _window(plan: Plan, schedule: Schedule) -> list[Kept]:
     return [Kept("gathered", gathered, words), Kept("gradients in flight", flight, "computed, waiting, staged")]
 
 
-_AT_WORK, _AT_WORK_ALONE, _STAGED = 1.84, 1.5, 0.4
+_AT_WORK, _AT_WORK_ALONE, _STAGED = 1.86, 1.5, 0.4
 """See Note [Bytes kept]."""
 
 

@@ -59,8 +59,9 @@ def run_stack(block: Callable, params, x, *shared, inputs=None, remat="full", sc
 def checkpointed(block: Callable, remat: str | Sequence[str] | OffloadActivations) -> Callable:
     """Apply activation checkpointing to one block.
 
-    remat: "none" saves every activation, "full" the block's input only, "dots" also the matmuls' outputs; a sequence
-    saves what `jax.ad_checkpoint.checkpoint_name` gave those names; `OffloadActivations` keeps some of it on the host.
+    remat: "none" saves every activation, "full" the block's input only, "dots" also what matmuls with weights give
+    (those of activations alone, such as attention's scores, are computed again); a sequence saves what
+    `jax.ad_checkpoint.checkpoint_name` gave those names; `OffloadActivations` keeps some of it on the host.
     Raises: ValueError for an unknown word.
     """
     policies = jax.checkpoint_policies
@@ -68,7 +69,7 @@ def checkpointed(block: Callable, remat: str | Sequence[str] | OffloadActivation
         return remat.applied_to(block)
     if not isinstance(remat, str):
         return jax.checkpoint(block, policy=policies.save_only_these_names(*remat), prevent_cse=False)
-    known = {"none": None, "full": policies.nothing_saveable, "dots": policies.dots_saveable}
+    known = {"none": None, "full": policies.nothing_saveable, "dots": policies.dots_with_no_batch_dims_saveable}
     if remat not in known:
         raise ValueError(f"remat {remat!r} is unknown. Use none, full, dots, or a list of checkpoint names.")
     return block if remat == "none" else jax.checkpoint(block, policy=known[remat], prevent_cse=False)

@@ -91,6 +91,11 @@ def test_a_llama_layer_saves_what_the_compiler_carries_from_loop_to_loop(config)
     assert one.saved == tokens * (4 * fp32 + 2 * bf16)
 
 
+def test_dots_save_what_matmuls_with_weights_give_and_no_scores(config):
+    one, width, kv, inner = of_llama(config, remat="dots"), config.width, 32, config.inner_width
+    assert one.saved == 2 * B * 96 * (3 * width + 2 * kv + 2 * inner)  # input, q, attention's output; k, v; gate, up
+
+
 def test_a_fused_kernel_keeps_no_scores(config):
     scores = of_llama(config, tokens=512)
     fused = of_llama(config, tokens=512, loops_are_kernels=True)

@@ -52,9 +52,16 @@ class TestMemory:
         assert kept(forecast(batch=4, seq_len=2048), "saved activations") == 31 * 67_108_864
 
     def test_accumulation_holds_gradients_and_no_sync_holds_them_whole(self):
-        assert kept(forecast(accumulate=4), "held gradients") == kept(forecast(), "gradients")
+        assert kept(forecast(accumulate=4), "held gradients") == 0  # they become the result in place
+        hybrid = forecast(mesh="4x8", accumulate=4)  # not where replicas are summed in the last micro-batch
+        assert kept(hybrid, "held gradients") == kept(hybrid, "gradients")
         no_sync = kept(forecast(accumulate=4, sync=False), "held gradients")
         assert no_sync == 4 * (P - 2 * 128_256 * 4096)  # vocabulary tables never exist whole
+
+    def test_three_micro_batches_and_more_make_room_for_the_next_ones_activations(self):
+        two, three = (forecast(accumulate=n) for n in (2, 3))
+        assert kept(two, "next micro-batch") == 0
+        assert kept(three, "next micro-batch") == kept(three, "saved activations")
 
     def test_optimizers_have_the_moments_that_they_have(self):
         moments = {name: kept(forecast(optimizer=name), "optimizer") for name in ("adamw", "lion", "momentum", "sgd")}

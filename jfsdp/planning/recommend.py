@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from jfsdp.planning.forecast import GIB, Forecast
 from jfsdp.planning.workload import Workload
 
+ACTIVATIONS = ("saved activations", "layers at work", "next micro-batch")
+"""What grows with the batch."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -43,11 +46,7 @@ def advice(work: Workload) -> Iterator[str]:
     else:
         yield f"{bigger}, so it must be sharded."
     full = Forecast(replace(work, strategy="FULL_SHARD"))
-    floor = sum(
-        k.bytes
-        for k in full.kept
-        if k.name in ("saved activations", "gathered", "gradients in flight", "layers at work")
-    )
+    floor = sum(k.bytes for k in full.kept if k.name in (*ACTIVATIONS, "gathered", "gradients in flight"))
     if floor > full.capacity:
         yield (
             f"No number of GPUs is enough at this batch: whole layers and activations alone take {_gib(floor)}. "
@@ -91,9 +90,7 @@ def _divisors(n: int) -> list[int]:
 
 def _largest_batch(forecast: Forecast) -> int:
     """From what depends on the batch, which grows with it."""
-    per_batch = (
-        sum(k.bytes for k in forecast.kept if k.name in ("saved activations", "layers at work")) / forecast.work.batch
-    )
+    per_batch = sum(k.bytes for k in forecast.kept if k.name in ACTIVATIONS) / forecast.work.batch
     batch = forecast.work.batch
     while per_batch and forecast.needed + (2 * batch - forecast.work.batch) * per_batch <= forecast.capacity:
         batch *= 2

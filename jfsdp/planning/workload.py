@@ -58,8 +58,8 @@ class Workload:
     optimizer: Literal["adamw", "lion", "momentum", "sgd"] = "adamw"
     """Two moments, one, one, and none."""
     remat: Literal["none", "full", "dots"] = "full"
-    """Activations computed again in the backward pass: none; full, all but a layer's input; dots, all but the results
-    of matmuls."""
+    """Activations computed again in the backward pass: none; full, all but a layer's input; dots, all but that and
+    what matmuls with weights give."""
     seq_len: int = 4096
     """Tokens in a sequence."""
     batch: int = 1
