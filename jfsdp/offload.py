@@ -98,12 +98,12 @@ def CPUOffloadPolicy() -> OffloadPolicy:  # noqa: N802 - PyTorch's spelling
 
 def to_device(tree):
     """Bring what lies on the host to the device; nothing moves that is there. Call inside `jit`."""
-    return jax.tree.map(lambda a: jax.device_put(a, Space.Device) if _on_host(a) else a, tree)
+    return jax.tree.map(lambda a: jax.device_put(a, Space.Device) if is_on_host(a) else a, tree)
 
 
 def to_host(tree):
     """Send everything to the host. Call inside `jit`."""
-    return jax.tree.map(lambda a: a if _on_host(a) else jax.device_put(a, Space.Host), tree)
+    return jax.tree.map(lambda a: a if is_on_host(a) else jax.device_put(a, Space.Host), tree)
 
 
 def fetched(tree):
@@ -149,5 +149,5 @@ def seen() -> Iterator[list[OffloadActivations]]:
         _seen.reset(token)
 
 
-def _on_host(a) -> bool:
+def is_on_host(a) -> bool:
     return jax.typeof(a).memory_space == Space.Host

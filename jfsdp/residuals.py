@@ -9,6 +9,11 @@ once, asks for every saved value which inputs it depends on, and sorts it:
               and computed again in the backward pass, from the weights gathered there
 
 What `jax.checkpoint` does inside the unit decides how many activations there are; it never adds a gather.
+
+Note [Stacks of bits]
+XLA computes 16-bit floats in fp32 on a CPU, and to write one layer into a stack `[L, ...]` counts as computing: all L
+layers are turned into fp32 and back, once per layer. Integers of the same bits are written in place. On a GPU it is the
+same program either way.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.interpreters import partial_eval as pe
 
 Arrays = list[Array]
@@ -100,6 +105,20 @@ class Split:
         for i in rebuilt:
             wanted[first + i] = True
         self._rebuild, self._rebuild_reads = pe.dce_jaxpr(jaxpr, wanted)
+
+
+def to_bits(tree):
+    """16-bit floats as integers, for what a loop is to stack. See Note [Stacks of bits]."""
+    return jax.tree.map(lambda a: lax.bitcast_convert_type(a, jnp.uint16) if _is_16_bit_float(a) else a, tree)
+
+
+def from_bits(tree, like):
+    """The way back, for one layer; `like` has the dtypes."""
+    return jax.tree.map(lambda a, b: lax.bitcast_convert_type(a, b.dtype) if _is_16_bit_float(b) else a, tree, like)
+
+
+def _is_16_bit_float(a) -> bool:
+    return is_floating(a) and a.dtype.itemsize == 2
 
 
 def spread(cotangents: Arrays, wanted: Sequence[bool]) -> list:

@@ -31,9 +31,9 @@ from flax import nnx
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
-from jfsdp import collectives
-from jfsdp.offload import OffloadActivations
-from jfsdp.residuals import Arrays, Split, hoist, is_floating, spread
+from jfsdp import collectives, order
+from jfsdp.offload import OffloadActivations, is_on_host
+from jfsdp.residuals import Arrays, Split, from_bits, hoist, is_floating, spread, to_bits
 from jfsdp.schedule import Index, Reducer, Schedule, Waiting, at
 from jfsdp.unit import Sharded, fill_integers, is_sharded, stand_ins
 
@@ -146,7 +146,7 @@ class _Stack:
 
         def body(carry, layer):
             x, queue, out, saved, parts, _ = unit(*carry, *layer)
-            return (x, queue), (out, saved, parts)
+            return (x, queue), (out, to_bits(saved), parts)
 
         loop_out, loop, loop_parts = None, None, None
         if self.tail_start:
@@ -195,15 +195,22 @@ class _Stack:
 
         to_tail = []
         for i in reversed(range(self.tail_start, self.num_layers)):
-            kept = saved.tail[i - self.tail_start]
-            state, to_given = unit(state, i, kept, [at(a, i) for a in inputs], [at(o, i) for o in to_outs])
+            activations, weights = saved.tail[i - self.tail_start]
+            if i < self.num_layers - 1:
+                activations = _not_before(state.cotangent, activations)
+            given, to_out = [at(a, i) for a in inputs], [at(o, i) for o in to_outs]
+            state, to_given = unit(state, i, (activations, weights), given, to_out)
             to_tail.insert(0, to_given)
         to_loop = None
         if self.tail_start:
             layers = jax.tree.map(
                 lambda a: a[: self.tail_start], (jnp.arange(self.num_layers), saved.loop, inputs, to_outs)
             )
-            body = lambda state, layer: unit(state, *layer)
+
+            def body(state, layer):
+                i, kept, given, to_out = layer
+                return unit(state, i, from_bits(kept, saved.tail[0]), given, to_out)
+
             state, to_loop = lax.scan(body, state, layers, reverse=True, unroll=self.schedule.unroll)
         to_slots = spread(reducer.finish(state.waiting), self.trained)
         return to_slots, state.cotangent, _join(to_loop, to_tail), state.to_shared
@@ -372,6 +379,14 @@ def _fill(old: Arrays, new: Arrays) -> Arrays:
     """Put the cotangents of the floating entries back between the others'."""
     given = iter(new)
     return [next(given) if is_floating(a) else a for a in old]
+
+
+def _not_before(cotangent: Arrays, activations: Arrays) -> Arrays:
+    """What a unit saved, not to be read before its cotangent is there. Outside a loop XLA would merge what is computed
+    again with the forward pass, and keep all of it meanwhile; the last unit, whose backward pass comes next, may."""
+    wait = [is_floating(a) and not is_on_host(a) for a in activations]
+    late = order.after([order.ticket(cotangent)], [a for a, waits in zip(activations, wait) if waits])
+    return [late.pop(0) if waits else a for a, waits in zip(activations, wait)]
 
 
 def _join(loop, tail: list):

@@ -128,8 +128,29 @@ def _logits(table: Array, h: Array) -> Array:
 
 
 def _nll(table: Array, h: Array, targets: Array) -> Array:
-    z = _logits(table, h)
-    return jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, targets[:, None], 1)[:, 0]
+    return _nll_of_logits(jnp.einsum("nd,vd->nv", h.astype(table.dtype), table), targets)
+
+
+@jax.custom_jvp
+def _nll_of_logits(z: Array, targets: Array) -> Array:
+    """`[N, V], [N] -> [N]`. Saves one array of the logits' size and dtype for the backward pass, their gradient; JAX by
+    itself saves two, wide."""
+    return _nll_and_gradient(z, targets)[0]
+
+
+@_nll_of_logits.defjvp
+def _(primals, tangents):
+    nll, gradient = _nll_and_gradient(*primals)
+    return nll, jnp.einsum("nv,nv->n", gradient, tangents[0], preferred_element_type=nll.dtype)
+
+
+def _nll_and_gradient(z: Array, targets: Array) -> tuple[Array, Array]:
+    exact = z.astype(wide(z.dtype))
+    lse = jax.nn.logsumexp(exact, -1)
+    nll = lse - jnp.take_along_axis(exact, targets[:, None], 1)[:, 0]
+    # p - 1 at the target is expm1(-nll), without the cancellation where p is near 1.
+    at_target, elsewhere = jnp.expm1(-nll)[:, None], jnp.exp(exact - lse[:, None])
+    return nll, jnp.where(_is_target(z, targets, 0), at_target, elsewhere).astype(z.dtype)
 
 
 def _exchange_rows(table: Sharded, tokens: Array) -> Array:

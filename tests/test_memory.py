@@ -12,8 +12,11 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks import annotations, program
+from benchmarks.step_time import SHAPE
 from jfsdp.audit import program as audit
 from jfsdp.layout import UnitOptions, make_plan
+from jfsdp.precision import MixedPrecision
 from jfsdp.schedule import Schedule
 from jfsdp.stack import run_stack
 from jfsdp.state import TrainState
@@ -81,6 +84,30 @@ class TestWhatOptionsCost:
         """C-41, the memory: P instead of P/8, and less than one unit and a quarter more."""
         whole, shards = (temporary(rows=32, accumulate=4, no_sync=no_sync)[1] for no_sync in (True, False))
         assert UNITS * 7 / 8 <= whole - shards <= UNITS + 1.25
+
+
+    def test_bf16_activations_are_stacked_without_a_wide_copy_of_the_stack(self):
+        """A CPU would turn all layers into fp32 and back to write one."""
+        saved = f"[{UNITS - 1},8,128]"
+        text = temporary(rows=64, precision=MixedPrecision(param_dtype=jnp.bfloat16))[0].compiled.as_text()
+        assert f"u16{saved}" in text and f"f32{saved}" not in text
+
+
+@pytest.mark.slow
+def test_a_llama_needs_less_than_gathers_in_the_body_and_than_annotations():
+    """The figures of `python -m benchmarks.program`, and what each option adds: units of depth, a gradient and its fp32
+    staging for the late reduction."""
+    mesh = submesh("1x8")
+    needed = {}
+    for name, schedule in program.VARIANTS.items():
+        lowered, unit = program.ours(mesh, SHAPE, schedule)
+        needed[name] = audit.memory(lowered.compile()).temp
+    rivals = [audit.memory(program.theirs(mesh, SHAPE, name).compile()).temp for name in annotations.VARIANTS]
+    none, one, two, late = needed.values()
+    assert none <= min(rivals)
+    assert one - none <= 1.05 * unit and late - one <= 2 * 1.05 * unit
+    # On a CPU a queue of two takes a copy, and the two gathers of the last unit but one are merged; not on GPUs.
+    assert two - one <= 3 * unit
 
 
 class TestBoundsOfPyTorch:

@@ -206,6 +206,33 @@ class TestModules:
         np.testing.assert_allclose(got, want["embed"]["table"], rtol=0, atol=0.05 * 1e-2 * 3)  # of lr x steps
 
 
+class TestPlainHead:
+    """What `cross_entropy` does with few logits has a derivative of its own."""
+
+    def numbers(self, dtype=np.float64):
+        rng = np.random.default_rng(2)
+        h, table = rng.normal(size=(5, WIDTH)), rng.normal(size=(VOCAB, WIDTH))
+        table[7] = 9 * h[0]  # the first target is all but certain
+        return jnp.asarray(table, dtype), jnp.asarray(h, dtype), jnp.array([7, 0, 36, 12, 7])
+
+    def test_values_and_derivatives_both_ways_are_those_of_log_softmax(self, float64):
+        table, h, targets = self.numbers()
+
+        def plain(table, h):
+            return -jax.nn.log_softmax(h @ table.T)[jnp.arange(5), targets]
+
+        ours = lambda table, h: cross_entropy(table, h, targets)
+        assert_close(ours(table, h), plain(table, h), 1e-12)
+        for jacobian in (jax.jacrev, jax.jacfwd):
+            assert_close(jacobian(ours, (0, 1))(table, h), jacobian(plain, (0, 1))(table, h), 1e-12)
+
+    def test_one_array_of_the_logits_size_and_dtype_is_saved(self):
+        table, h, targets = self.numbers(jnp.bfloat16)
+        pullback = jax.vjp(lambda table, h: cross_entropy(table, h, targets), table, h)[1]
+        saved = [a for a in jax.tree.leaves(pullback) if a.shape == (5, VOCAB)]
+        assert [a.dtype for a in saved] == [jnp.bfloat16]
+
+
 @pytest.mark.parametrize(("vocab", "count"), [(128256, 64), (50257, 29), (32000, 16), (37, 1), (4099, 3)])
 def test_slices_are_equal_where_a_count_near_by_divides(vocab, count):
     plan = make_plan({"embed": shape(vocab, 64)}, submesh("1x8"), units=TIED)
