@@ -3,7 +3,7 @@
 `annotations` says where arrays live and leaves every collective to the partitioner, as MaxText and most JAX
 code do. `gather-in-body` writes the collectives down but not ahead: each layer's weights are gathered in
 the scan body, under `jax.checkpoint`, so the backward pass gathers them again. Both run on any devices and
-compile for described GPUs. One Llama-style model, bf16 compute on fp32 masters, AdamW, no clipping; nothing
+compile for described GPUs. One Llama-style model, bf16 (or fp32) compute on fp32 masters, AdamW, no clipping; nothing
 of jfsdp is used, and the attention is the one that the measured models use.
 
 Dims: `L B T D F V` layers, batch, tokens, width, inner width, vocabulary; `H K h` query heads, key/value
@@ -46,6 +46,8 @@ class Config:
     """Sequences of one device."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time; None forms all of them."""
+    dtype: Any = jnp.bfloat16
+    """Of gathers and matmuls."""
 
     @property
     def head_width(self) -> int:
@@ -145,7 +147,7 @@ def _specs(variant: str) -> dict[str, Any]:
 def _annotated(config: Config, mesh: Mesh, specs: dict) -> Callable:
     """Loss and gradients; activations are pinned to the batch, so that the partitioner gathers weights."""
     pin = lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, BATCH))
-    whole = lambda tree: jax.tree.map(lambda w: w.astype(jnp.bfloat16), tree)
+    whole = lambda tree: jax.tree.map(lambda w: w.astype(config.dtype), tree)
 
     def loss(params, tokens, targets):
         return _loss(config, params, tokens, targets, whole, pin) / targets.size
@@ -158,8 +160,8 @@ def _gathered(config: Config, mesh: Mesh, specs: dict) -> Callable:
 
     @jax.custom_vjp
     def gather(w):
-        # all-gather over `shard` in bf16: each device receives (S-1)/S of the unit, overlapping by luck.
-        return lax.all_gather(w.astype(jnp.bfloat16), "shard", tiled=True)
+        # all-gather over `shard` in the compute dtype: each device receives (S-1)/S of the unit, overlapping by luck.
+        return lax.all_gather(w.astype(config.dtype), "shard", tiled=True)
 
     def reduce(_, g):
         # reduce-scatter over `shard`, then all-reduce of the shard over `replica`, both in fp32.
@@ -197,7 +199,7 @@ def _init(c: Config, key: Array) -> dict[str, Any]:
 def _loss(c: Config, params: dict, tokens: Array, targets: Array, whole: Callable, pin: Callable) -> Array:
     """Cross-entropy summed over `targets [B, T]`.
 
-    whole: gives the bf16 weights of a tree of parameters.
+    whole: gives the weights, in the compute dtype, of a tree of parameters.
     pin: applied to activations `[B, T, ...]`.
     """
     remat = functools.partial(jax.checkpoint, prevent_cse=False)  # a scan keeps both passes apart by itself
@@ -239,7 +241,7 @@ def _block(c: Config, w: dict, x: Array) -> Array:
 def _norm(x: Array, scale: Array) -> Array:
     x = x.astype(jnp.float32)
     x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
-    return (x * scale.astype(jnp.float32)).astype(jnp.bfloat16)
+    return (x * scale.astype(jnp.float32)).astype(scale.dtype)
 
 
 def _rope(x: Array) -> Array:
@@ -249,4 +251,4 @@ def _rope(x: Array) -> Array:
     angle = (jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * turns)[:, None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(jnp.bfloat16)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

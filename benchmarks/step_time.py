@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -46,7 +45,7 @@ def ours(mesh, shape: annotations.Config) -> Callable[[], Any]:
         num_kv_heads=shape.kv_heads, inner_width=shape.inner_width, attention="chunked", tied=False,
     )  # fmt: skip
     params, plan = init_sharded(
-        lambda: llama.build(config, rngs=nnx.Rngs(0)), mesh=mesh, mp_policy=MixedPrecision(param_dtype=jnp.bfloat16)
+        lambda: llama.build(config, rngs=nnx.Rngs(0)), mesh=mesh, mp_policy=MixedPrecision(param_dtype=shape.dtype)
     )
     tx = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
     step = train_step(lambda m, b, k: m.loss(*b), tx, plan, nonfinite="ignore")

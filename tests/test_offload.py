@@ -235,7 +235,7 @@ def test_a_difference_is_refused_now_and_from_the_verdict(verdicts, monkeypatch)
 
     def wrong_layer(tree):
         """As in openxla/xla#46231, something else than asked for comes back from the host."""
-        return jax.tree.map(lambda a: jnp.roll(move(a), 1, -1) if a.ndim and offload._on_host(a) else move(a), tree)
+        return jax.tree.map(lambda a: jnp.roll(move(a), 1, -1) if a.ndim and offload.is_on_host(a) else move(a), tree)
 
     with monkeypatch.context() as patch:
         patch.setattr(offload, "to_device", wrong_layer)
