@@ -111,10 +111,11 @@ class _Stack:
         self.depth = 0 if placement.whole_at_rest else min(schedule.prefetch, self.num_layers)
         self.tail_start = self.num_layers - min(max(self.depth, 1), self.num_layers)
 
-    def fetch(self, shards: Arrays, unit: Index, again: bool = False) -> Arrays:
+    def fetch(self, shards: Arrays, unit: Index, again: bool = False, after: Arrays | None = None) -> Arrays:
+        mine = [at(w, unit) for w in shards]
         gather = collectives.gather_again if again else collectives.gather
         with jax.named_scope("gather"):
-            return gather([at(w, unit) for w in shards], self.layouts)
+            return gather(mine if after is None else _not_before(after, mine), self.layouts)
 
     def forward(
         self, shards: Arrays, x: Arrays, inputs: Arrays, shared: Arrays, wanted=None
@@ -165,10 +166,13 @@ class _Stack:
         """Cotangents of slots, x, inputs and shared values (the wanted ones)."""
         trained = [leaf for leaf, is_trained in zip(self.layouts, self.trained) if is_trained]
         reducer = Reducer(trained, held, self.regime, self.schedule)
-        ahead = range(self.num_layers - 2, max(self.num_layers - 1 - self.depth, -1), -1)
+        queue = []
+        if self.frees:
+            ahead = range(self.num_layers - 2, max(self.num_layers - 1 - self.depth, -1), -1)
+            queue = [saved.last_weights, *(self.fetch(saved.shards, i, again=True, after=to_x) for i in ahead)]
         state = _Back(
             cotangent=to_x,
-            queue=[saved.last_weights, *(self.fetch(saved.shards, i, again=True) for i in ahead)] if self.frees else [],
+            queue=queue,
             waiting=reducer.start(),
             # What is the same on every device (a constant, a mean over the batch) gets a gradient that is, too.
             to_shared=[
@@ -381,12 +385,12 @@ def _fill(old: Arrays, new: Arrays) -> Arrays:
     return [next(given) if is_floating(a) else a for a in old]
 
 
-def _not_before(cotangent: Arrays, activations: Arrays) -> Arrays:
-    """What a unit saved, not to be read before its cotangent is there. Outside a loop XLA would merge what is computed
-    again with the forward pass, and keep all of it meanwhile; the last unit, whose backward pass comes next, may."""
-    wait = [is_floating(a) and not is_on_host(a) for a in activations]
-    late = order.after([order.ticket(cotangent)], [a for a, waits in zip(activations, wait) if waits])
-    return [late.pop(0) if waits else a for a, waits in zip(activations, wait)]
+def _not_before(cotangent: Arrays, arrays: Arrays) -> Arrays:
+    """What a unit computes or gathers again from, not before a cotangent is there. Outside a loop XLA would merge that
+    with the forward pass and keep the result meanwhile; for the last unit, whose backward pass comes next, it may."""
+    wait = [is_floating(a) and not is_on_host(a) for a in arrays]
+    late = order.after([order.ticket(cotangent)], [a for a, waits in zip(arrays, wait) if waits])
+    return [late.pop(0) if waits else a for a, waits in zip(arrays, wait)]
 
 
 def _join(loop, tail: list):
