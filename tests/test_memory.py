@@ -71,8 +71,8 @@ class TestWhatOutlivesTheForwardPass:
 class TestWhatOptionsCost:
     def test_a_unit_gathered_ahead_costs_one_unit(self):
         none, one, two = (temporary(prefetch=depth)[1] for depth in (0, 1, 2))
-        assert one - none == pytest.approx(1, abs=0.1)
-        assert two - one == pytest.approx(1, abs=0.1)
+        assert one - none == pytest.approx(1, abs=0.15)
+        assert two - one == pytest.approx(1, abs=0.15)
 
     def test_a_late_reduction_costs_one_gradient(self):
         for depth in (0, 1):
