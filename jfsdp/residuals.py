@@ -12,8 +12,8 @@ What `jax.checkpoint` does inside the unit decides how many activations there ar
 
 Note [Stacks of bits]
 XLA computes 16-bit floats in fp32 on a CPU, and to write one layer into a stack `[L, ...]` counts as computing: all L
-layers are turned into fp32 and back, once per layer. Integers of the same bits are written in place. On a GPU it is the
-same program either way.
+layers are turned into fp32 and back, once per layer. Integers of the same bits are written in place. A GPU converts
+nothing either way.
 """
 
 from __future__ import annotations
