@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from jfsdp.batches import Batches, check_batch
 from jfsdp.checkpoint import DamagedCheckpoint, Metadata, open_checkpoint
-from jfsdp.data import BYTE_VOCAB, Packed, load
+from jfsdp.data import BYTE_VOCAB, Packed, check_portions, load
 from jfsdp.families import Model, find_model
 from jfsdp.instructions import Answers, is_instructions, load_instructions
 from jfsdp.lora import LoraOptions, add_lora, parse_lora
@@ -120,6 +120,7 @@ def prepare(config: TrainConfig) -> Job:
     if saved is not None and saved.data is not None and text.batch_size is None:
         batch_size = saved.data["global_batch"]  # the run's own, whatever the number of devices now
     check_batch(batch_size, devices=devices, accumulate=text.accumulate)
+    check_portions(seq_len=text.seq_len, held_out=text.held_out)
     if output.eval_every is not None and not text.held_out:
         raise ValueError(f"eval_every is {output.eval_every} but held_out is 0: hold some data out for it.")
     rows = held_out = batches = tokenizer = None
@@ -140,8 +141,8 @@ def prepare(config: TrainConfig) -> Job:
             batches.restore(saved.data)
     writers: list[Writer] = []
     if not output.dry_run and jax.process_index() == 0:
-        writers += [JsonLines(output.metrics, keeps=resume is not None)] if output.metrics else []
         writers += [TensorBoard(output.tensorboard)] if output.tensorboard else []
+        writers += [JsonLines(output.metrics, keeps=resume is not None)] if output.metrics else []  # empties the file
     offload = {"none": OffloadPolicy(), "optimizer": OffloadPolicy(opt_state=True), "all": CPUOffloadPolicy()}
     policies = dict(mp_policy=precision, offload_policy=offload[config.model.offload])
     sharding = dict(mesh=mesh, strategy=strategy, **policies)

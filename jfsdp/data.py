@@ -173,10 +173,8 @@ def load(
     Raises: ValueError if a source cannot be read, is too short or has ids outside the vocabulary; these are
     looked for at the start as far as that is quick, and in every row when it is read.
     """
-    check_count("seq_len", seq_len, 2, "a next-token loss has nothing to learn from a single token")
+    check_portions(seq_len=seq_len, held_out=held_out)
     check_count("vocab_size", vocab_size, 2, "it counts the ids of the model's vocabulary")
-    if not 0 <= held_out < 1:
-        raise ValueError(f"held_out is {held_out}, but is a fraction of the data. Use 0 (none) to below 1.")
     if source is not None and not Path(source).exists():
         raise ValueError(
             f"{source}: there is no such file or folder. Give a text file, a folder of them, a .jsonl, "
@@ -345,6 +343,13 @@ def _records(path: Path, text: bytes) -> list[bytes]:
                 f"({type(error).__name__}: {error}). Mend or delete that line."
             ) from error
     return documents
+
+
+def check_portions(*, seq_len: int, held_out: float) -> None:
+    """Of how data are cut, what can be refused before any are read."""
+    check_count("seq_len", seq_len, 2, "a next-token loss has nothing to learn from a single token")
+    if not 0 <= held_out < 1:
+        raise ValueError(f"held_out is {held_out}, but is a fraction of the data. Use 0 (none) to below 1.")
 
 
 def check_count(name: str, value: Any, least: int, why: str) -> None:

@@ -53,6 +53,8 @@ def find_model(name: str) -> Model:
         families = {module: importlib.import_module(module)} if module else _families()
     except ImportError as error:
         raise ValueError(f"model {name!r}: {error}. Write package.module:preset, or a preset.") from error
+    if module and not hasattr(families[module], "presets"):
+        raise ValueError(f"model {name!r}: {module} has no presets, so it is no family. Use models.llama, for example.")
     known = {p: Model(p, family, c) for family in families.values() for p, c in family.presets.items()}
     firsts = {family: next(iter(module.presets)) for family, module in families.items()}
     if (preset := firsts.get(preset, preset)) not in known:
@@ -69,6 +71,8 @@ def _from_config_json(path: Path) -> Model:
         hf = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path} is no config.json that can be read: {error}.") from error
+    if not isinstance(hf, dict):
+        raise ValueError(f"model {path} holds a {type(hf).__name__}; a config.json is one object of fields, {{...}}.")
     refusals = []
     for family in _families().values():
         try:

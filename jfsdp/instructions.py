@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jfsdp.data import Row
+from jfsdp.data import Row, check_portions
 from jfsdp.tokenizer import Tokenizer
 
 
@@ -100,8 +100,7 @@ def load_instructions(
     Conversations are held out whole and evenly spread over the file.
     Raises: ValueError for a line that is neither kind, ids that the model does not have, and nothing to learn from.
     """
-    if not 0 <= held_out < 1:
-        raise ValueError(f"held_out is {held_out}, but is a fraction of the data. Use 0 (none) to below 1.")
+    check_portions(seq_len=seq_len, held_out=held_out)
     skipped: Counter[str] = Counter()
     parts: tuple[list[Example], list[Example]] = ([], [])
     for i, example in enumerate(_examples(Path(path), tokenizer, vocab_size)):

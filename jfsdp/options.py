@@ -139,6 +139,10 @@ class TrainingConfig:
         for name, least in dict(steps=1, warmup_steps=0, weight_decay=0, seed=0).items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; use {least} or more.")
+        if not math.isfinite(self.weight_decay):
+            raise ValueError(f"weight_decay is {self.weight_decay}; use 0 or more, as 0.1.")
+        if self.seed >= 1 << 32:
+            raise ValueError(f"seed is {self.seed}, of which JAX takes 32 bits only. Use one below {1 << 32}.")
         for name in ("lr", "clip_norm"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; use a number above 0.")

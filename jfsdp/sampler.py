@@ -127,7 +127,7 @@ def mix(parts: Sequence[Packed], weights: Sequence[float]) -> Mixed:
 
     Raises: ValueError for a weight that is not above 0, or weights that are too far apart.
     """
-    exact = [Fraction(weight).limit_denominator(1000) for weight in weights]
+    exact = [Fraction(weight).limit_denominator(1000) if math.isfinite(weight) else 0 for weight in weights]
     if len(exact) != len(parts) or any(weight <= 0 for weight in exact):
         raise ValueError(f"the weights of a mixture are {list(weights)}. Give each source one of 0.001 or more.")
     whole = [int(weight * math.lcm(*(w.denominator for w in exact))) for weight in exact]

@@ -12,7 +12,8 @@ def check_config(
     """Refuse a `config.json` that describes another model than `family`, a file in `models/`.
 
     known: values with which the family computes, by field; a field that is absent or null asks for nothing.
-    Raises: NotImplementedError for another value, ValueError listing `needed` fields that are missing.
+    needed: fields that hold a number.
+    Raises: NotImplementedError for another value, ValueError listing `needed` fields that are missing or no number.
     """
     for key, values in known.items():
         if said.get(key) is not None and said[key] not in values:
@@ -20,5 +21,8 @@ def check_config(
                 f"config.json: {key} is {said[key]!r}; {family} computes without it or with one of {list(values)}. "
                 "Use a checkpoint whose config.json says so."
             )
+    needed = list(needed)
     if missing := [key for key in needed if key not in said]:
         raise ValueError(f"config.json lacks {', '.join(missing)}. Give the file as its checkpoint has it.")
+    if wrong := [f"{key} is {said[key]!r}" for key in needed if type(said[key]) not in (int, float)]:
+        raise ValueError(f"config.json: {', '.join(wrong)}, which is no number. Give the number, without quotes.")

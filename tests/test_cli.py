@@ -115,6 +115,9 @@ def test_the_strategy_is_in_the_first_lines(capsys):
     ("--model llama-3m", "model 'llama-3m' is unknown. Use one of .*llama-tiny, .* path of a config.json"),
     ("--model no.such:thing", "No module named 'no'. Write package.module:preset"),
     ("--model models.llama:thing", "model 'models.llama:thing' is unknown. Use one of llama-tiny"),
+    ("--model os:thing", "model 'os:thing': os has no presets, so it is no family"),
+    ("--model ./list.json", "model list.json holds a list; a config.json is one object"),
+    ("--model ./words.json", "config.json: hidden_size is '16', which is no number"),
     ("--model ./other.json", "model other.json: there is no such file. Name a config.json, the folder of one"),
     ("--model ./gemma.json", "no family takes it. config.json: model_type is 'gemma'"),
     ("--model ./text.txt", "model text.txt is no config.json that can be read"),
@@ -129,6 +132,11 @@ def test_the_strategy_is_in_the_first_lines(capsys):
     ("--steps 0", "steps is 0; use 1 or more"),
     ("--lr 0", "lr is 0.0; use a number above 0"),
     ("--clip-norm -1", "clip_norm is -1.0; use a number above 0"),
+    ("--weight-decay nan", "weight_decay is nan; use 0 or more"),
+    ("--seed 4294967296", "seed is 4294967296, of which JAX takes 32 bits only. Use one below 4294967296"),
+    ("--dry-run --seq-len 1", "seq_len is 1: .* Use 2 or more"),
+    ("--dry-run --held-out 1", "held_out is 1.0, but is a fraction"),
+    ("--mix text.txt=inf", r"weights of a mixture are \[1, inf\]. Give each source one of 0.001 or more"),
     ("--warmup 5 --steps 5", "warmup takes 5 of 5 steps"),
     ("--precision fp8", "invalid choice 'fp8' .*'fp32', 'bf16', 'fp16'"),
     ("--remat half", "invalid choice 'half' .*'none', 'full', 'dots'"),
@@ -145,6 +153,8 @@ def test_what_cannot_work_is_refused_with_what_would(here, refused, words, messa
     Path("short.txt").write_text("short")
     Path("empty").mkdir()
     Path("gemma.json").write_text(json.dumps({**TINY, "model_type": "gemma"}))
+    Path("list.json").write_text("[1]")
+    Path("words.json").write_text(json.dumps({**TINY, "hidden_size": "16"}))
     np.save("large.npy", np.where(np.arange(9000) == 7, 256, 1))
     Path("unknown.toml").write_text("batch = 3")
     Path("broken.toml").write_text("batch-size 3")
