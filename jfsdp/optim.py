@@ -203,7 +203,8 @@ def _state_leaves(state, layouts) -> Any:
     params = sorted(jax.tree_util.tree_flatten_with_path(layouts)[0], key=lambda pair: -len(pair[0]))
 
     def one(path, array):
-        owner = next((leaf for p, leaf in params if path_name(path[-len(p) :]) == path_name(p)), None) if path else None
+        ends = lambda p: path_name(path[max(len(path) - len(p), 0) :]) == path_name(p)  # noqa: E731
+        owner = next((leaf for p, leaf in params if ends(p)), None)
         return _StateLeaf(owner, owner is not None and tuple(array.shape) == owner.shape)
 
     return jax.tree_util.tree_map_with_path(one, state)

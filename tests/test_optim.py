@@ -130,6 +130,17 @@ def test_weight_decay_follows_names_and_shapes(mesh, strategy):
         np.testing.assert_array_equal(got["scale"], params["scale"])
 
 
+@pytest.mark.parametrize("layers", [None, LAYERS])
+def test_a_model_that_is_one_array_has_its_moments_cut(layers):
+    """Without a name of its own: its path, and that of what Adam counts, are those of Adam's state alone."""
+    params = np.random.default_rng(0).normal(size=(*(() if layers is None else (layers,)), 13, 5)).astype(np.float32)
+    units, tx = {"": UnitOptions(stacked=layers is not None)}, optax.adam(1e-2)
+    got, state, _ = update(tx, params, params, "1x8", units=units)
+    want, _ = update_alone(tx, params, params)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert {a.addressable_shards[0].data.shape[-2:] for a in (state[0].mu, state[0].nu)} == {(2, 5)}
+
+
 class TestRules:
     """Masks and labels by logical path and shape."""
 
