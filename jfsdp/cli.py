@@ -228,8 +228,8 @@ def _read_mix(words: Sequence[str]) -> tuple[list[Path], list[float]]:
 def _open_checkpoints(config: CheckpointConfig) -> tuple[Checkpoints | None, Path | None, Metadata | None]:
     """The folder to save in, what to go on from, and what that says of itself."""
     opened, steps = None, []
-    if config.checkpoint is not None:
-        opened = Checkpoints(config.checkpoint, newest=config.keep, kind=config.checkpoint_kind)
+    if config.checkpoint_dir is not None:
+        opened = Checkpoints(config.checkpoint_dir, newest=config.keep, kind=config.checkpoint_kind)
         steps = opened.steps()
     if config.resume == "auto":
         found = opened is not None and opened.has_any()
@@ -239,8 +239,8 @@ def _open_checkpoints(config: CheckpointConfig) -> tuple[Checkpoints | None, Pat
         resume, saved, _ = open_checkpoint(config.resume)
     if later := [step for step in steps if saved is None or step > saved.step]:
         raise ValueError(
-            f"{config.checkpoint} holds checkpoints of step {', '.join(map(str, later))}, which this run would write "
-            "again. Name another folder for --checkpoint, move them away, or go on from them with --resume auto."
+            f"{config.checkpoint_dir} holds checkpoints of step {', '.join(map(str, later))}, which this run would "
+            "write again. Name another folder for --checkpoint, move them away, or go on from them with --resume auto."
         )
     return opened, resume, saved
 

@@ -185,7 +185,9 @@ class OutputConfig:
 class CheckpointConfig:
     """What is kept of a run, and where it goes on. Without --checkpoint nothing is written."""
 
-    checkpoint: Annotated[DisallowNone[Path | None], _or_else("FOLDER", "none")] = None
+    checkpoint_dir: Annotated[DisallowNone[Path | None], arg(aliases=["--checkpoint"]), _or_else("FOLDER", "none")] = (
+        None
+    )
     """Save here while training goes on, at the end, and when stopped by SIGTERM or Ctrl-C."""
     save_every: Annotated[DisallowNone[int | None], _or_else("N", "by time alone")] = None
     """Steps from one checkpoint to the next."""

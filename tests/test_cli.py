@@ -35,7 +35,8 @@ TINY = dict(
 )
 FLAGS = (
     "mesh strategy model data steps batch-size seq-len accumulate precision reduce-dtype remat prefetch lr "
-    "weight-decay clip-norm seed simulate metrics dry-run config"
+    "weight-decay clip-norm seed simulate metrics dry-run config checkpoint checkpoint-dir save-every keep resume "
+    "audit init-from lora"
 ).split()
 
 
