@@ -175,7 +175,7 @@ def gradient_sums(grad: jax.Array, norm_type: float) -> jax.Array:
     """What one local gradient adds to the norm, in float32 or wider: sum of |g|^p, or max |g| for infinity."""
     g = jnp.abs(grad.astype(wide(grad.dtype)))
     if math.isinf(norm_type):
-        return jnp.max(g, initial=0.0)
+        return jnp.max(jnp.where(jnp.isnan(g), jnp.inf, g), initial=0.0)  # an all-reduce of maxima drops a NaN
     return jnp.sum(g * g if norm_type == 2 else g**norm_type)
 
 

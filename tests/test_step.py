@@ -301,16 +301,17 @@ class TestBadGradients:
         batch["p"][5, 5] = np.nan
         return batch
 
+    @pytest.mark.parametrize("norm_type", [2, math.inf])
     @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
-    def test_skip_changes_nothing_and_the_next_step_is_as_if_it_had_not_been(self, mesh):
+    def test_skip_changes_nothing_and_the_next_step_is_as_if_it_had_not_been(self, mesh, norm_type):
         state, tx, plan = start({"p": zeros(8), "q": zeros(13)}, mesh, tx=optax.adamw(0.1))
-        step = train_step(products, tx, plan, nonfinite="skip", clip_norm=1.0)
+        step = train_step(products, tx, plan, nonfinite="skip", clip_norm=1.0, norm_type=norm_type)
         state, _ = step(state, self.GOOD)
         before = jax.tree.map(np.array, (state.params, state.opt_state))
         state, metrics = step(state, self.bad())
         assert bitwise_equal((state.params, state.opt_state), before)
         assert (int(metrics["skipped"]), int(state.skipped), int(state.step)) == (1, 1, 2)
-        assert math.isnan(metrics["grad_norm"])
+        assert not math.isfinite(metrics["grad_norm"])
         state, metrics = step(state, self.GOOD)
         assert int(metrics["skipped"]) == 1
         other = TrainState.create(plan.place({"p": zeros(8), "q": zeros(13)}), tx, plan)
