@@ -270,14 +270,15 @@ def write_part(
     process = f"process_{jax.process_index():05}"
     for part in (_LOCAL, _HASHES) if is_local else (_ARRAYS, _HASHES):
         (folder / part).mkdir(exist_ok=True)
-    with ThreadPoolExecutor(1, "hash") as beside:
-        hashed = beside.submit(hashes)
+    with ThreadPoolExecutor(1, "write", initializer=store.take_spare_time) as beside:
         if is_local:
-            table = store.write_local(folder / _LOCAL / f"{process}.bin", host)
-            (folder / _LOCAL / f"{process}.json").write_text(json.dumps(table))
+            written = beside.submit(store.write_local, folder / _LOCAL / f"{process}.bin", host)
         else:
-            store.write_zarr(folder / _ARRAYS, host, is_first=jax.process_index() == 0)
-    (folder / _HASHES / f"{process}.json").write_text(json.dumps(hashed.result()))
+            written = beside.submit(store.write_zarr, folder / _ARRAYS, host, is_first=jax.process_index() == 0)
+        (folder / _HASHES / f"{process}.json").write_text(json.dumps(hashes()))
+        table = written.result()
+    if is_local:
+        (folder / _LOCAL / f"{process}.json").write_text(json.dumps(table))
 
 
 def complete(folder: Path, metadata: Metadata, leaves: dict[str, Leaf]) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ _CHUNK_BYTES = 4 << 20
 _RUN_BYTES = 16 << 10  # a cut that leaves less in one run makes copying slow
 _IN_FLIGHT_BYTES = 256 << 20  # of copies that encoding and reading make, beside the arrays themselves
 _THREADS = 8
+_NICER = 10  # of 19 steps of priority: a tenth of a core where others want all of it
 _CACHE = {"cache_pool": {"total_bytes_limit": 32 << 20}}  # a chunk that two shards share is read once
 
 Slices = tuple[slice, ...]
@@ -211,6 +213,14 @@ class ZarrReader:
             return np.asarray(self._opened[name][where].read().result())
 
 
+def take_spare_time() -> None:
+    """Let the calling thread, and what it starts, have only the cores' time that the training leaves (Linux)."""
+    # tensorstore writes with several threads. On few cores they would stand in line before the one that takes steps.
+    if sys.platform == "linux":
+        me = os.PRIO_PROCESS, threading.get_native_id()
+        os.setpriority(*me, min(os.getpriority(*me) + _NICER, 19))
+
+
 @contextmanager
 def _reads_as_os_error(folder: Path) -> Iterator[None]:
     """tensorstore reports what the file system said as ValueError; its text names the file."""
@@ -347,13 +357,8 @@ def content_hashes(arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[i
 def _hash_on_host(arrays, shapes) -> Callable[[], dict]:
     host = to_host(arrays, shapes)
 
-    def hashes() -> dict[str, int]:
-        # Each thread wants the interpreter between two blocks, and so does the training: two keep up with most disks.
-        with ThreadPoolExecutor(2) as pool:
-            parts = {a.name: [pool.submit(_hash_piece, piece, a.shape) for piece in a.pieces] for a in host}
-            return {name: sum(part.result() for part in of_array) % 2**32 for name, of_array in parts.items()}
-
-    return hashes
+    # One thread: each wants the interpreter between two blocks, and so does the training.
+    return lambda: {a.name: sum(_hash_piece(piece, a.shape) for piece in a.pieces) % 2**32 for a in host}
 
 
 def _hash_on_devices(arrays, shapes) -> Callable[[], dict]:

@@ -1,5 +1,6 @@
 """`jfsdp.run_folder`: which checkpoints of a run are there, and that a save that fails costs nothing else."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -201,6 +202,22 @@ def test_old_checkpoints_are_deleted_behind_the_training(tmp_path, small, monkey
         may_go.set()
         checkpoints.wait()
         assert not (tmp_path / "step_00000001.deleted").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_writing_takes_spare_time_and_training_keeps_its_own(tmp_path, small, monkeypatch, kind):
+    at, _ = small
+    name = {"sharded": "write_zarr", "local": "write_local"}[kind]
+    write, seen = getattr(store, name), []
+    priority = lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # noqa: E731
+    before = priority()
+    monkeypatch.setattr(store, name, lambda *a, **k: (seen.append(priority()), write(*a, **k))[1])
+    with Checkpoints(tmp_path, kind=kind) as checkpoints:
+        checkpoints.save(at(2))
+        checkpoints.save(at(4))
+    assert seen == [min(before + 10, 19)] * 2, "once lowered, not lower still"
+    assert priority() == before
 
 
 def test_a_step_is_saved_once(tmp_path, small):
