@@ -341,7 +341,7 @@ def ahead(batches: Batches, plan: Plan, count: int) -> Iterator[Row]:
         for left in range(count - 1, -1, -1):
             try:
                 ready = waiting.result()
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 raise cli.RunError(f"the data cannot be read any further: {error}") from error
             if left:
                 waiting = reader.submit(lambda: place(next(batches), plan))

@@ -6,10 +6,13 @@ on devices.
 
 import logging
 import multiprocessing
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -89,7 +92,24 @@ class Batches:
         return read(self.order.batch(step)[self._rows])
 
     def _read_ahead(self) -> Row:
-        """From worker processes, which have read two batches each while others were computed with."""
+        """From worker processes, which have read two batches each while others were computed with.
+
+        Those that were ended from outside are started once more.
+        """
+        try:
+            return self._from_workers()
+        except BrokenProcessPool:
+            _log.warning("a process that reads data was ended from outside; %d are started anew", self._workers)
+            self.close()
+        try:
+            return self._from_workers()
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "processes that read it were ended from outside twice, perhaps for want of memory. Use fewer workers, "
+                "or 0."
+            ) from error
+
+    def _from_workers(self) -> Row:
         if self._pool is None:
             # Not forked: JAX's threads would not survive it.
             spawn = multiprocessing.get_context("spawn")
@@ -206,6 +226,13 @@ def _become_worker(dataset: Packed | Mixed) -> None:
     global _dataset
     _dataset = dataset
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the run ends its workers itself
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Who is killed, or leaves at once, ends no workers, and they would wait for work forever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _read_in_worker(ids: np.ndarray) -> Row:

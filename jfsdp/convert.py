@@ -20,13 +20,13 @@ import tyro
 from flax import nnx
 from tyro.conf import DisallowNone, Positional
 
-from jfsdp.checkpoint import open_checkpoint
+from jfsdp.checkpoint import open_checkpoint, steps_in
 from jfsdp.families import find_model
 from jfsdp.huggingface import SavedLayer, check_holds, load_pretrained, write_adapter, write_model
 from jfsdp.layout import ParamLayout
 from jfsdp.lora import add_lora, parse_lora
 from jfsdp.mesh import make_mesh
-from jfsdp.run_folder import Checkpoints
+from jfsdp.run_folder import Checkpoints, SaveError
 from jfsdp.safetensors import MAX_FILE_BYTES
 from jfsdp.state import TrainState
 from jfsdp.wrap import plan_module
@@ -69,7 +69,7 @@ def _run_command(prog: str, kind: type, run: Callable[[Any], str], argv: Sequenc
     options = tyro.cli(kind, prog=prog, args=list(argv))
     try:
         print(run(options))
-    except (ValueError, OSError, NotImplementedError) as error:
+    except (ValueError, OSError, NotImplementedError, SaveError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -134,6 +134,8 @@ def import_(options: Import) -> str:
     """
     path = (options.folder / "config.json").absolute()
     model = find_model(str(path))
+    if steps_in(options.checkpoint):
+        raise ValueError(f"{options.checkpoint} holds checkpoints already. Name another folder.")
     plan = plan_module(lambda: model.family.build(model.config, rngs=nnx.Rngs(0)), mesh=make_mesh("auto"))
     params = load_pretrained(options.folder, plan, model.family)
     with Checkpoints(options.checkpoint) as checkpoints:

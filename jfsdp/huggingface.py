@@ -336,6 +336,11 @@ def check_holds(found: Checkpoint, wanted: dict[str, tuple[int, ...]], part: str
 
     Raises: ValueError that lists what differs.
     """
+    if found.metadata.kind != "sharded":
+        raise ValueError(
+            f"{found.path} is a {found.metadata.kind} checkpoint, to be read only by a run like its own, on "
+            f"{found.metadata.where()}. Let that go on with --checkpoint-kind sharded, and use what it saves."
+        )
     start = f"{part}."
     have = {
         path.removeprefix(start): one.shape for path, one in found.metadata.leaves.items() if path.startswith(start)

@@ -125,14 +125,17 @@ class Launch:
         self._copiers: list[threading.Thread] = []
         self._deadlines: list[tuple[float, int]] = []
         self._is_stopping, self._first_failure = False, 0
-        self._running = {rank: self._start(command, rank, count) for rank in range(count)}
+        self._command, self._count = command, count
+        self._running: dict[int, subprocess.Popen] = {}
 
     def run(self) -> int:
-        """Wait for all, pass signals on, and end all when one fails."""
+        """Start all and wait for them, pass signals on, and end all when one fails."""
         before = {
             number: signal.signal(number, lambda n, _: self._events.put(signal.Signals(n))) for number in _PASSED_ON
         }
         try:
+            for rank in range(self._count):
+                self._running[rank] = self._start(rank)
             while self._running:
                 self._turn()
         finally:
@@ -188,14 +191,14 @@ class Launch:
         for process in self._running.values():
             process.send_signal(number)
 
-    def _start(self, command: list[str], rank: int, count: int) -> subprocess.Popen:
-        who = dict(RANK=rank, WORLD_SIZE=count, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=count)
+    def _start(self, rank: int) -> subprocess.Popen:
+        who = dict(RANK=rank, WORLD_SIZE=self._count, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=self._count)
         where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=self._port, PYTHONUNBUFFERED=1)
         environment = {**os.environ, **{name: str(value) for name, value in {**who, **where}.items()}}
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         pipes = {} if rank == 0 else dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         # A group of its own: Ctrl-C reaches only the launcher, which passes it on once.
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0, **pipes)
+        process = subprocess.Popen(self._command, env=environment, stdin=subprocess.DEVNULL, process_group=0, **pipes)
         for pipe, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if pipe is not None:
                 self._copiers.append(_thread(lambda pipe=pipe, screen=screen: _copy(rank, pipe, screen)))

@@ -127,23 +127,23 @@ def _torchrun(environ: Mapping[str, str]) -> Group | None:
         return None
     address = None
     if {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
-        port = int(environ["MASTER_PORT"])
+        port = _number(environ, "MASTER_PORT")
         port += environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then torchrun itself listens on MASTER_PORT
         address = f"{environ['MASTER_ADDR']}:{port}"
     return Group(
         source="torchrun's variables",
-        count=int(environ["WORLD_SIZE"]),
-        index=int(environ["RANK"]),
+        count=_number(environ, "WORLD_SIZE"),
+        index=_number(environ, "RANK"),
         coordinator=address,
-        local_index=int(environ.get("LOCAL_RANK", 0)),
-        local_count=int(environ.get("LOCAL_WORLD_SIZE", 1)),
+        local_index=_number(environ, "LOCAL_RANK", 0),
+        local_count=_number(environ, "LOCAL_WORLD_SIZE", 1),
     )
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Group | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    count, local_count = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    count, local_count = _number(environ, "OMPI_COMM_WORLD_SIZE"), _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     address = None
     if "OMPI_MCA_orte_hnp_uri" in environ:
         address = _clusters().OmpiCluster.get_coordinator_address(None, environ.get("JAX_COORDINATOR_PORT"))
@@ -153,9 +153,9 @@ def _open_mpi(environ: Mapping[str, str]) -> Group | None:
     return Group(
         source="Open MPI",
         count=count,
-        index=int(environ["OMPI_COMM_WORLD_RANK"]),
+        index=_number(environ, "OMPI_COMM_WORLD_RANK"),
         coordinator=address,
-        local_index=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+        local_index=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
         local_count=local_count,
     )
 
@@ -163,19 +163,30 @@ def _open_mpi(environ: Mapping[str, str]) -> Group | None:
 def _slurm(environ: Mapping[str, str]) -> Group | None:
     is_task = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys()
     if not is_task:
-        if (tasks := int(environ.get("SLURM_NTASKS", 1))) > 1:
+        if (tasks := _number(environ, "SLURM_NTASKS", 1)) > 1:
             _log.warning("Slurm gave this job %d tasks, but srun started none: training alone. Use srun.", tasks)
         return None
     per_node = _expand(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return Group(
         source="Slurm",
-        count=int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"]),
-        index=int(environ["SLURM_PROCID"]),
+        count=_number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"),
+        index=_number(environ, "SLURM_PROCID"),
         coordinator=_clusters().SlurmCluster.get_coordinator_address(None, environ.get("JAX_COORDINATOR_PORT")),
-        local_index=int(environ["SLURM_LOCALID"]),
-        local_count=per_node[min(int(environ.get("SLURM_NODEID", 0)), len(per_node) - 1)],
+        local_index=_number(environ, "SLURM_LOCALID"),
+        local_count=per_node[min(_number(environ, "SLURM_NODEID", 0), len(per_node) - 1)],
         owns_devices=bool({"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & environ.keys()),
     )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = environ.get(name, default)
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} is {'missing in the environment' if value is None else repr(value)}; it should be a number, which "
+            "launchers set. Start this with the launcher, or give --coordinator, --num-processes and --process-id."
+        ) from error
 
 
 def _expand(counts: str) -> list[int]:

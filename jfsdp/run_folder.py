@@ -7,10 +7,12 @@ folder into place. What a checkpoint holds, and how it is restored, is `checkpoi
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +110,7 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """The step with the least metric; None where no checkpoint has one."""
-        scored = [(m.metric, step) for step, m in self._metadata().items() if m.metric is not None]
-        return min(scored)[1] if scored else None
+        return next(iter(self._best_first()), None)
 
     def path(self, step: int) -> Path:
         return step_folder(self.folder, step)
@@ -203,7 +204,12 @@ class Checkpoints:
         if self._is_first:
             for step in steps_in(self.folder):
                 if step > good:
-                    self.path(step).rename(self.path(step).with_name(f"{self.path(step).name}{_DAMAGED}"))
+                    names = (self.path(step).with_name(f"{self.path(step).name}{_DAMAGED}{n or ''}") for n in count())
+                    self.path(step).rename(next(name for name in names if not name.exists()))
+
+    def _best_first(self) -> list[int]:
+        scored = [(m.metric, step) for step, m in self._metadata().items() if m.metric is not None]
+        return [step for metric, step in sorted(scored, key=lambda s: (math.isnan(s[0]), s))]
 
     def _metadata(self) -> dict[int, Metadata]:
         found = {}
@@ -219,8 +225,7 @@ class Checkpoints:
         if not self._is_first or self._newest is None:
             return
         steps = self.steps()
-        scored = sorted((m.metric, step) for step, m in self._metadata().items() if m.metric is not None)
-        keep = {*steps[-self._newest :], *(step for _, step in scored[: self._best])}
+        keep = {*steps[-self._newest :], *self._best_first()[: self._best]}
         for step in set(steps) - keep:
             gone = self.path(step).rename(self.path(step).with_name(f"{self.path(step).name}{_DELETED}"))
             self._removals.append(self._remover.submit(shutil.rmtree, gone, ignore_errors=True))

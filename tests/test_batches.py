@@ -1,8 +1,16 @@
 """`jfsdp.sampler` and `jfsdp.batches`: the order of examples holds whatever the devices, stops and workers."""
 
 import json
+import logging
+import os
 import pickle
 import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,6 +216,46 @@ def test_worker_processes_change_nothing(tmp_path):
             assert helped.state() == alone.state()
     finally:
         helped.close()
+
+
+def test_worker_that_is_ended_from_outside_costs_no_batch(caplog):
+    """By the system, for want of memory, or by a scheduler's SIGTERM to all; twice in a row is an error."""
+    rows = packed(np.arange(900) % 10, 4)
+    alone, helped = Batches(rows, global_batch=8), Batches(rows, global_batch=8, workers=1)
+    try:
+        for batch in range(4):
+            if batch == 2:
+                (worker,) = helped._pool._processes.values()
+                os.kill(worker.pid, signal.SIGKILL)
+                worker.join()
+            with caplog.at_level(logging.WARNING, "jfsdp"):
+                assert np.array_equal(next(alone)["tokens"], next(helped)["tokens"])
+        (record,) = caplog.records
+        assert "ended from outside; 1 are started anew" in record.message
+        helped._from_workers = lambda: (_ for _ in ()).throw(BrokenProcessPool())
+        with pytest.raises(ValueError, match="ended from outside twice, perhaps for want of memory. Use fewer workers"):
+            next(helped)
+    finally:
+        helped.close()
+
+
+def test_workers_end_with_a_run_that_is_killed():
+    script = """if __name__ == "__main__":
+        import os
+        from tests.test_batches import Batches, np, packed
+        batches = Batches(packed(np.arange(900) % 10, 4), global_batch=8, workers=1)
+        next(batches)
+        print(*batches._pool._processes, flush=True)
+        os._exit(1)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    (worker,) = map(int, done.stdout.split())
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists()
 
 
 # Batches

@@ -109,8 +109,12 @@ def test_without_a_launcher_it_is_alone():
             "coordinator 'h' is no HOST:PORT. Write .* node1:1234",
         ),
         ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "not where process 0 can be reached. .*MASTER_ADDR and MASTER_PORT"),
+        ({**TORCHRUN, "RANK": "one"}, {}, "RANK is 'one'; it should be a number, .* or give --coordinator"),
+        ({**TORCHRUN, "MASTER_PORT": ""}, {}, "MASTER_PORT is ''; it should be a number"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, {}, "OMPI_COMM_WORLD_LOCAL_SIZE is missing in the environment"),
+        ({k: v for k, v in SLURM.items() if "NUM" not in k and "NTASKS" not in k}, {}, "SLURM_NTASKS is missing"),
     ],
-    ids=["partly", "index", "count", "address", "no address"],
+    ids=["partly", "index", "count", "address", "no address", "no number", "empty", "open mpi", "slurm"],
 )
 def test_what_is_missing_or_wrong_is_named(environ, given, message):
     with pytest.raises(ValueError, match=message):

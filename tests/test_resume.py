@@ -261,6 +261,28 @@ def test_what_cannot_go_on_is_refused(plain, capsys, monkeypatch, more, message)
     assert not list(Path("FULL_SHARD-fp32").glob("*.damaged"))
 
 
+def test_local_checkpoint_goes_on_on_its_own_devices_only(here, capsys):
+    """Anywhere else both are named; what reads arrays by themselves refuses it, too."""
+    options = ["--steps", "3", "--mesh", "2x4", "--checkpoint", "local", "--checkpoint-kind", "local"]
+    assert run(*options) == 0 and run(*options) == 0
+    for more in (["--mesh", "1x8", "--steps", "3", "--resume", "local"], ["--mesh", "1x8", "--init-from", "local"]):
+        with pytest.raises(SystemExit) as exit:
+            train.main(words(*more) if "--resume" in more else words(*more)[2:])
+        assert exit.value.code == 2
+        said = capsys.readouterr().err
+        assert "is a local checkpoint" in said and "mesh 2x4, HYBRID_SHARD, 1 process" in said
+    assert command(["export", "local", "from-local"]) == 2
+    assert "is a local checkpoint" in capsys.readouterr().err and not Path("from-local").exists()
+
+
+def test_import_into_a_folder_with_checkpoints_is_refused(plain, capsys):
+    """It would be a checkpoint of step 0, and the first to go."""
+    assert command(["export", "FULL_SHARD-fp32", "hub"]) == 0
+    assert command(["import", "hub", "FULL_SHARD-fp32"]) == 2
+    assert "FULL_SHARD-fp32 holds checkpoints already. Name another folder." in capsys.readouterr().err
+    assert sorted(p.name for p in Path("FULL_SHARD-fp32").iterdir())[0] == "step_00000004"
+
+
 def test_mixture_of_sources_read_by_workers_goes_on(here, monkeypatch):
     """C-56 for several sources: the log of the run in one go, without workers."""
     (here / "more.txt").write_text("All work and no play makes Jack a dull boy.\n" * 100)

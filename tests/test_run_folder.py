@@ -182,6 +182,28 @@ def test_best_and_newest_are_kept(tmp_path, small):
         assert checkpoints.best_step() == 100 and checkpoints.steps() == [100, 500]
 
 
+def test_metric_that_is_no_number_is_never_the_best(tmp_path, small):
+    at, _ = small
+    with Checkpoints(tmp_path, newest=1, best=1) as checkpoints:
+        for step, metric in ((1, float("nan")), (2, 3.0), (3, 2.0), (4, float("nan")), (5, 9.0)):
+            checkpoints.save(at(step), metric=metric)
+            checkpoints.wait()
+        assert checkpoints.best_step() == 3 and checkpoints.steps() == [3, 5]
+
+
+def test_step_that_is_damaged_again_is_set_aside_beside_the_first(tmp_path, small):
+    at, wanted = small
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at(1))
+    for _ in range(3):
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(at(2))
+            checkpoints.wait()
+            (checkpoints.path(2) / "jfsdp.json").write_text("")
+            assert checkpoints.restore(wanted)[1].step == 1
+    assert sorted(path.name for path in tmp_path.glob("*2*")) == [f"step_00000002.damaged{n}" for n in ("", 1, 2)]
+
+
 def test_old_checkpoints_are_deleted_behind_the_training(tmp_path, small, monkeypatch):
     """A folder of many files takes a while to go: the loop does not wait for it, the next save does."""
     at, _ = small
