@@ -18,7 +18,7 @@ from jfsdp.state import TrainState
 from jfsdp.step import train_step
 from jfsdp.wrap import plan_module
 from models import gpt2, llama
-from tests.support import assert_close, submesh
+from tests.support import assert_close, submesh, train_alone
 from tests.test_huggingface import UNEVEN, write_random
 
 OPTIONS = LoraOptions(rank=3, alpha=6.0, targets=("attn.q", "down"))
@@ -113,16 +113,8 @@ def test_training_equals_one_device_and_touches_adapters_alone(folder):
     nnx.replace_by_pure_dict(whole, logical)
     _, adapters, rest = nnx.split(nnx.merge(nnx.graphdef(model), whole), nnx.LoRAParam, ...)
 
-    @jax.jit
-    def one_step(adapters, opt_state):
-        mean = lambda adapters: jnp.divide(*loss(nnx.merge(graph, adapters, rest), batch(), None))  # noqa: E731
-        value, grads = jax.value_and_grad(mean)(adapters)
-        updates, opt_state = tx.update(grads, opt_state, adapters)
-        return optax.apply_updates(adapters, updates), opt_state, value
-
-    opt_state = tx.init(adapters)
-    for _ in range(2):
-        adapters, opt_state, value = one_step(adapters, opt_state)
+    of_adapters = lambda adapters, batch, key: loss(nnx.merge(graph, adapters, rest), batch, key)  # noqa: E731
+    value, adapters, _ = train_alone(of_adapters, adapters, batch(), tx, 2)
     assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
     got = jax.tree.map(np.asarray, state.logical_params())
     assert_close(plan.only_trainable(got), plan.only_trainable(_like(got, adapters, logical)), 2e-3)  # Adam in fp32
