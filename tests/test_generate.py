@@ -56,15 +56,19 @@ def ready(name, mesh="2x2"):
     return plan, plan.place(params), params
 
 
+@nnx.jit
+def logits(model, tokens):
+    return model(tokens)
+
+
 def greedy_by_hand(name, prompt, count):
     """The likeliest token, again and again, from the whole row's logits."""
     plan, _, params = ready(name)
     model, tokens = plan.door.outside(params, {}), list(prompt)
-    run = nnx.jit(lambda model, tokens: model(tokens))
     length = 16  # one compilation for all prompts
     for _ in range(count):
         row = jnp.array([tokens + [0] * (length - len(tokens))])  # causal: what follows changes nothing
-        tokens.append(int(jnp.argmax(run(model, row)[0, len(tokens) - 1])))
+        tokens.append(int(jnp.argmax(logits(model, row)[0, len(tokens) - 1])))
     return tokens[len(prompt) :]
 
 
