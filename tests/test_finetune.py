@@ -59,7 +59,7 @@ def first_loss(rows) -> float:
     return float(jnp.divide(*nnx.jit(lambda model, batch: model.loss(**batch))(model, {n: batch[n] for n in names})))
 
 
-def test_full_fine_tuning_on_text_begins_with_the_folder_and_is_exported(here, capsys):
+def test_full_fine_tuning_on_text_begins_with_the_folder_or_what_was_imported_and_is_exported(here, capsys):
     last = run("--data", "text.txt", "--steps", "3", "--checkpoint", "run", "--sample", "2 times", "--eval-every", "3")
     rows, _ = load("text.txt", seq_len=48, vocab_size=304, tokenizer=Tokenizer("hf"))
     assert rows.end_of_document == Tokenizer("hf").end and len(np.unique(rows[0]["tokens"])) > 3
@@ -75,6 +75,15 @@ def test_full_fine_tuning_on_text_begins_with_the_folder_and_is_exported(here, c
     )
     assert Path("out/tokenizer.json").read_bytes() == Path("hf/tokenizer.json").read_bytes()
     assert llama.config_from(json.loads(Path("out/config.json").read_text())).tied == CONFIG.tied
+
+    assert jfsdp(["import", "hf", "imported"]) == 0
+    assert "parameters of" in capsys.readouterr().out
+    Path("m.jsonl").unlink()
+    (there,) = run("--init-from", "imported", "--tokenizer", "hf", "--data", "text.txt", "--steps", "1")
+    assert (there["loss"], there["grad_norm"]) == (last[0]["loss"], last[0]["grad_norm"])
+    assert jfsdp(["export", "imported", "again", "--dtype", "bf16"]) == 0
+    again = read_safetensors("again")
+    assert all(again[name][...].tobytes() == t[...].tobytes() for name, t in origin.items())
 
 
 def test_adapters_learn_the_answers_and_are_exported_merged_or_alone(here, capsys):
@@ -140,17 +149,3 @@ def test_a_folder_with_other_weights_is_refused_before_the_first_step(here, caps
 def test_an_export_of_what_is_no_model_is_refused(here, capsys):
     assert jfsdp(["export", "hf", "out"]) == 2
     assert "error: hf" in capsys.readouterr().err and not Path("out").exists()
-
-
-def test_an_imported_folder_begins_a_run_like_the_folder_itself(here, capsys):
-    assert jfsdp(["import", "hf", "imported"]) == 0
-    assert "parameters of" in capsys.readouterr().out
-    direct = run("--data", "text.txt", "--steps", "1", "--mesh", "2x4")
-    words = ("--init-from", "imported", "--tokenizer", "hf", "--data", "text.txt", "--steps", "1", "--mesh", "2x4")
-    Path("m.jsonl").unlink()
-    assert train.main((*words, "--seq-len", "48", "--batch-size", "16", "--metrics", "m.jsonl")) == 0
-    (there,) = (json.loads(line) for line in Path("m.jsonl").read_text().splitlines())
-    assert (there["loss"], there["grad_norm"]) == (direct[0]["loss"], direct[0]["grad_norm"])
-    assert jfsdp(["export", "imported", "out", "--dtype", "bf16"]) == 0
-    exported = read_safetensors("out")
-    assert all(exported[name][...].tobytes() == t[...].tobytes() for name, t in read_safetensors("hf").items())
