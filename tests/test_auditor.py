@@ -101,6 +101,18 @@ class TestReplay:
         far_us, near_us = (replay(program(X, line), mesh, cluster)["main"].exposed_us for line in (reduce, near))
         assert far_us == pytest.approx(2e6 * cluster.seconds(SIZE, 2, spread=2)) and far_us > 5 * near_us
 
+    def test_matmuls_run_at_the_rate_that_the_roofline_gives_the_gpu(self):
+        for name in ("h100", "a100", "rtx4090"):
+            cluster = Cluster(gpu=name)
+            one = replay(program(X, matmul("m")), MESH, cluster)["main"]
+            assert one.us == pytest.approx(2 * 4096**3 / Rates().matmuls(cluster) * 1e6)
+        ampere = Cluster(gpu="a100")
+        assert Rates().matmuls(ampere) == ampere.chip.matmul * Rates().matmul_ampere
+
+    def test_smaller_hosts_put_a_group_on_the_network(self):
+        fast, slow = (audited(program(SHARD, X, start("g"), done("g")), per_host=n) for n in (8, 2))
+        assert slow.played["main"].exposed_us > 2 * fast.played["main"].exposed_us
+
     def test_events_are_in_order_and_lanes_do_not_overlap(self):
         one = played(program(SHARD, X, start("g"), matmul("m"), done("g"), matmul("n", "%m")))
         for lane in ("compute", "communication"):
@@ -142,6 +154,18 @@ class TestTables:
         words = said(auditor.tables(audited(exposed=exposed)))
         assert "XLA: void, see below" in words and "the replay stands alone" in words
         assert "9,000" not in words and "50,000" not in words
+
+    def test_figures_that_are_no_microseconds_are_not_printed(self):
+        estimate = gpu.BodyEstimate(exposed_us=77.0, total_us=9000.0, by_kind={}, unpriced=())
+        exposed = gpu.Exposed({"body": estimate}, 770.0, (gpu._NO_TIME + "; its figures are not microseconds.",))
+        words = said(auditor.tables(audited(platform="rtx4090", exposed=exposed)))
+        assert words.count("void") >= 3 and "not microseconds" in words and "replay" in words
+        assert "9,000" not in words and "770" not in words
+
+    def test_a_doubt_about_one_body_is_none_about_another_whose_name_begins_so(self):
+        estimate = gpu.BodyEstimate(exposed_us=1.0, total_us=2.0, by_kind={}, unpriced=())
+        exposed = gpu.Exposed({"body": estimate, "body.1": estimate}, 2.0, ("void: body.1 has 1 operations",))
+        assert exposed.is_void("body.1") and exposed.is_void() and not exposed.is_void("body")
 
     def test_a_cpu_program_says_what_its_backend_hides(self):
         step = compile_step(toy_loss(), toy_params(dtype=jnp.float32), toy_batch(dtype="float32"), "2x4")
@@ -188,7 +212,7 @@ class TestPicture:
         audited(exposed).draw(tmp_path / "s.html")
         page = (tmp_path / "s.html").read_text()
         assert page.count("<rect") == 3  # a gather, a wait, a matmul
-        assert "layers forward, one iteration" in page and "compute waits (exposed)" in page
+        assert "layers forward, one of 10 iterations" in page and "compute waits (exposed)" in page
         assert "http" not in page and "<script" not in page
 
     def test_another_ending_and_an_unknown_device_are_refused(self, tmp_path):

@@ -133,6 +133,15 @@ class TestAdvice:
         assert ("2x8", "HYBRID_SHARD") in kinds and ("1x16", "FULL_SHARD") in kinds
         assert not any(c.work.strategy == "NO_SHARD" for c in choices)  # 8B does not fit one H100
 
+    def test_every_kind_of_checkpointing_is_ranked(self):
+        choices = recommend(Workload(model="llama3-1b", mesh="1x2"), most=50)
+        assert {c.work.remat for c in choices} == {"none", "dots", "full"}
+        assert all("all but matmuls computed twice" in c.reason for c in choices if c.work.remat == "dots")
+
+    def test_meshes_that_straddle_hosts_are_left_out(self):
+        choices = recommend(Workload(model="llama3-1b", mesh="1x12", per_host=6), most=50)
+        assert {c.work.mesh for c in choices} == {"1x12", "6x2"}  # groups of 4 would lie on two hosts of 6
+
     def test_the_largest_batch_fits_and_its_double_does_not(self):
         choice = recommend(Workload(mesh="1x8"), most=1)[0]
         fits = lambda batch: Forecast(replace(choice.work, batch=batch)).fits
@@ -170,6 +179,10 @@ class TestSweep:
     [
         ({"mesh": "auto"}, "mesh is 'auto', but there are no devices to count. Write REPLICASxSHARDS"),
         ({"mesh": "1x12"}, "12 GPUs, which do not fill hosts of 8. Use a multiple of 8, or say --per-host"),
+        ({"mesh": "4x6"}, "cuts groups of 6 shards from hosts of 8 GPUs, .* divides 8 or is a multiple of it"),
+        ({"mesh": "1x1000000000000"}, "1,000,000,000,000 GPUs are not planned, 1,048,576 at most"),
+        ({"batch": 10**12}, "4,096,000,000,000,000 tokens on one GPU in a micro-batch are not planned"),
+        ({"accumulate": 10**9}, "1,000,000,000 micro-batches are not planned, 65,536 at most. Use fewer"),
         ({"batch": 0}, "batch is 0; it is a count, so use 1 or more"),
         ({"optimizer": "shampoo"}, "optimizer 'shampoo' is unknown. Use one of adamw"),
         ({"gpu": "tpu"}, "gpu 'tpu' is unknown"),

@@ -71,6 +71,8 @@ def test_chips_agree_with_what_the_compiler_is_told():
         ({"gpu": "v100"}, "gpu 'v100' is unknown. Known are a100-40, a100"),
         ({"per_host": 0}, "per_host is 0; it counts GPUs in a host, so use 1 or more"),
         ({"network_gbps": 0}, "network_gbps is 0; use gigabits per second and GPU, such as 400"),
+        ({"network_gbps": float("nan")}, "network_gbps is nan; use gigabits"),
+        ({"network_gbps": float("inf")}, "network_gbps is inf; use gigabits"),
     ],
 )
 def test_what_cannot_be_is_refused(options, words):

@@ -57,6 +57,11 @@ def test_a_config_json_is_a_model(capsys, tmp_path):
     assert code == 0 and f"{2 * layer + 2 * 64_000 + 64:,} parameters" in said
 
 
+def test_what_a_formula_refuses_prints_no_half_of_a_table(capsys):
+    code, said, complaint = run(capsys, "--model", "gpt2", "--mesh", "1x2")
+    assert code == 2 and said == "" and "Use rows of at most 1024" in complaint
+
+
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
@@ -66,6 +71,11 @@ def test_a_config_json_is_a_model(capsys, tmp_path):
         (("--picture", "s.html"), "picture needs something to draw: add --compile or --sweep"),
         (("--save", "p.json"), "save keeps a compiled program: add --compile"),
         (("--gpu", "l40s", "--compile"), "'l40s' is not described to the compiler. Compile for one of a100"),
+        (("--compile", "--picture", "s.png"), "picture s.png is none of .html, .htm. Name a file that ends so"),
+        (("--sweep", "--picture", "s.pdf"), "picture s.pdf is none of .png, .html, .htm"),
+        (("--compile", "--save", "nowhere/p.json"), "nowhere/p.json: there is no folder nowhere. Make it"),
+        (("--sweep", "--recommend"), "sweep is a table of its own: leave out --recommend"),
+        (("--sweep", "--compile"), "sweep is a table of its own: leave out --recommend, --compile"),
     ],
 )
 def test_usage_errors_exit_with_2_and_say_what_to_do(capsys, words, advice):

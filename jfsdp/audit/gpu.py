@@ -10,7 +10,7 @@ Note [One child per compile]
     a folder.
 
 Note [Network]
-    Left alone, the estimator does not know that a mesh spans hosts. It is told 8 GPUs a host and
+    Left alone, the estimator does not know that a mesh spans hosts. It is told the GPUs of a host and
     `nic_gbps=200`: at 400, the rate of the network cards of such hosts, it prices an all-reduce over hosts
     at 104 GB/s per GPU, twice what one card can carry; at 200 it comes out right.
 
@@ -176,10 +176,19 @@ class Exposed(NamedTuple):
     warnings: tuple[str, ...]
     """Why some of it must not be believed."""
 
+    def is_void(self, body: str | None = None) -> bool:
+        """Whether figures of a computation, or of the whole step, must not be shown."""
+        start = "void: " if body is None else (f"void: {body} has ", _NO_TIME)
+        return not self.bodies or any(w.startswith(start) for w in self.warnings)
+
+
+_NO_TIME = "void: XLA has no analytical estimator for this GPU"
+"""How a warning begins that holds for every computation."""
+
 
 def compile_ahead(target: str, arguments: Mapping[str, Any] | None = None, *, gpu: str = "h100",
-                  mesh: str = "1x8", options: Mapping[str, Any] | None = None, nic_gbps: int = 200,
-                  timeout: float = 900) -> Report:
+                  mesh: str = "1x8", options: Mapping[str, Any] | None = None, per_host: int = 8,
+                  nic_gbps: int = 200, timeout: float = 900) -> Report:
     """Compile a step for described GPUs in a child process; see Note [One child per compile].
 
     target: `module:function`, importable from here; `function(mesh, **arguments)` returns the jitted step and
@@ -190,12 +199,12 @@ def compile_ahead(target: str, arguments: Mapping[str, Any] | None = None, *, gp
     Raises: RuntimeError with the child's own words when it fails.
     """
     options = compiler_options("cuda") if options is None else options
-    request = dict(target=target, arguments=arguments or {}, gpu=gpu, mesh=mesh, options=options)
+    request = dict(target=target, arguments=arguments or {}, gpu=gpu, mesh=mesh, options=options, per_host=per_host)
     replicas, shards = parse_mesh(mesh, 8)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "request.json").write_text(json.dumps(request))
         child = subprocess.run([sys.executable, "-c", f"from jfsdp.audit.gpu import _child; _child({folder!r})"],
-                               env=_environment(replicas * shards, nic_gbps), timeout=timeout,
+                               env=_environment(replicas * shards, per_host, nic_gbps), timeout=timeout,
                                capture_output=True, text=True)
         if child.returncode:
             said = [line for line in child.stderr.splitlines() if not re.match(r"[IW]\d{4} ", line)]
@@ -229,7 +238,7 @@ def _doubts(log: str, bodies: Mapping[str, BodyEstimate], program: audit.Program
     if not bodies:
         yield "the log holds no estimate for this program; XLA makes none for GPUs before Hopper."
     elif "Using unified latency estimator" not in log:
-        yield "XLA has no analytical estimator for this GPU: the figures are not microseconds."
+        yield f"{_NO_TIME}; its figures are not microseconds."
     for name in dict.fromkeys(c.computation for c in program.collectives if c.computation in bodies):
         if unpriced := bodies[name].unpriced:
             yield (f"void: {name} has {len(unpriced)} operations at a placeholder price of 5,000 us "
@@ -241,10 +250,10 @@ def _doubts(log: str, bodies: Mapping[str, BodyEstimate], program: audit.Program
         yield f"the step does not fit the GPU: {line}"
 
 
-def _environment(count: int, nic_gbps: int) -> dict[str, str]:
+def _environment(count: int, per_host: int, nic_gbps: int) -> dict[str, str]:
     flags = [os.environ.get("XLA_FLAGS", "")]
-    if count > 8:
-        network = f"nic_speed_gbps={nic_gbps},gpus_per_node=8"
+    if count > per_host:
+        network = f"nic_speed_gbps={nic_gbps},gpus_per_node={per_host}"
         flags.append(f"--xla_gpu_analytical_latency_estimator_options={network}")
     return os.environ | {
         "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": " ".join(flags).strip(),
@@ -256,7 +265,7 @@ def _child(folder: str) -> None:
     request = json.loads(Path(folder, "request.json").read_text())
     module, function = request["target"].split(":")
     count = math.prod(parse_mesh(request["mesh"], 8))
-    mesh = make_mesh(request["mesh"], devices=devices(request["gpu"], count))
+    mesh = make_mesh(request["mesh"], devices=devices(request["gpu"], count, per_host=request["per_host"]))
     step, arguments = getattr(importlib.import_module(module), function)(mesh, **request["arguments"])
     began = time.perf_counter()
     lowered = step.lower(*arguments)

@@ -15,6 +15,7 @@ _WIDTH, _LANE = 1160, 34
 _LANES = ("compute", "communication")
 _COLOURS = {
     "matmul": "#3b75af",
+    "attention": "#6aa2d8",
     "loop": "#6aa2d8",
     "other": "#c3d3e3",
     "all-gather": "#e08f2e",
@@ -26,7 +27,8 @@ _COLOURS = {
 }
 _WORDS = {
     "matmul": "matmul",
-    "loop": "attention and inner loops",
+    "attention": "attention (an inner loop)",
+    "loop": "inner loop",
     "other": "other kernels",
     "exposed": "compute waits (exposed)",
 }
@@ -79,8 +81,8 @@ def _lanes(body: Played) -> str:
                 f'<text x="{x + 4:.1f}" y="{row * (_LANE + 10) + 29}" fill="#fff" pointer-events="none">{label}</text>'
             )
     for tick in range(6):
-        x, us = left + tick / 5 * body.us * scale, tick / 5 * body.us
-        parts.append(f'<text x="{x:.0f}" y="{height - 8}" fill="#777">{us:,.0f} us</text>')
+        x, us, anchor = left + tick / 5 * body.us * scale, tick / 5 * body.us, "end" if tick == 5 else "start"
+        parts.append(f'<text x="{x:.0f}" y="{height - 8}" fill="#777" text-anchor="{anchor}">{us:,.0f} us</text>')
     return "".join([*parts, "</svg>"])
 
 

@@ -56,9 +56,8 @@ def replay(text: str, mesh_shape: dict[str, int], cluster: Cluster, rates: Rates
 class _Player:
     def __init__(self, module: hlo.Module, mesh_shape: dict[str, int], cluster: Cluster, rates: Rates):
         self.module, self.mesh_shape, self.cluster = module, mesh_shape, cluster
-        chip = cluster.chip
-        self.rate = chip.matmul * rates.matmul
-        self.bandwidth = chip.bandwidth * rates.memory
+        self.rate = rates.matmuls(cluster)
+        self.bandwidth = cluster.chip.bandwidth * rates.memory
         self.played: dict[str, Played] = {}
 
     def play(self, computation: str) -> Played:
@@ -71,7 +70,7 @@ class _Player:
         def wait(until: float, what: str) -> None:
             nonlocal now, waited
             if until > now:
-                events.append(Event("wait", what, now, until, "exposed"))
+                events.append(Event("wait", what, now, until, f"waits for {what}"))
                 waited, now = waited + until - now, until
 
         for i in self.module.computations[computation].values():
@@ -107,8 +106,9 @@ class _Player:
         if self._communicates(i.body):
             body = self.play(i.body)
             return trips * body.us, trips * body.exposed_us, f"loop of {trips} x {body.us:,.0f} us"
-        us = trips * self.module.matmul_flops(i.body) / (_INNER_LOOP * self.rate) * 1e6
-        return max(us, _LEAST_US), 0.0, f"loop of {trips} (attention)"
+        flops = trips * self.module.matmul_flops(i.body)
+        what = f"attention in a loop of {trips}" if flops else f"loop of {trips}"
+        return max(flops / (_INNER_LOOP * self.rate) * 1e6, _LEAST_US), 0.0, what
 
     def _kernel(self, i: hlo.Instruction, computation: str) -> tuple[float, str]:
         flops = self.module.matmul_flops_of(i, computation)

@@ -47,6 +47,7 @@ class Audited:
     exposed: Exposed | None = None
     """The compiler's own estimate, where its log was read."""
     network_gbps: float | None = None
+    per_host: int = 8
 
     @cached_property
     def program(self) -> audit.Program:
@@ -57,7 +58,8 @@ class Audited:
         """The second estimate; empty for what is no known GPU."""
         if self.platform not in CHIPS:
             return {}
-        return replay(self.text, dict(self.mesh_shape), Cluster(gpu=self.platform, network_gbps=self.network_gbps))
+        cluster = Cluster(gpu=self.platform, per_host=self.per_host, network_gbps=self.network_gbps)
+        return replay(self.text, dict(self.mesh_shape), cluster)
 
     @cached_property
     def traffic(self) -> dict[tuple[str, str, str], int]:
@@ -94,6 +96,7 @@ class Audited:
             platform=self.platform,
             jax=self.jax_version,
             network_gbps=self.network_gbps,
+            per_host=self.per_host,
             text=self.text,
         )
         path.write_text(json.dumps(fields))
@@ -111,6 +114,7 @@ class Audited:
                 platform=kept["platform"],
                 jax_version=kept["jax"],
                 network_gbps=kept["network_gbps"],
+                per_host=kept["per_host"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -125,7 +129,11 @@ class Audited:
         order = sorted(
             self.bodies.items(), key=lambda item: (not item[1].startswith("layers"), item[1] != "layers forward")
         )
-        shown = {f"{label}, one iteration": self.played[body] for body, label in order if label.startswith("layers")}
+        shown = {
+            f"{label}, one of {self.program.runs[body] or 'its'} iterations": self.played[body]
+            for body, label in order
+            if label.startswith("layers")
+        }
         picture.draw(
             shown or {"the step": self.played[max(self.played, key=lambda b: self.played[b].us)]},
             path,
@@ -199,10 +207,8 @@ def _exposed_words(one: Audited, body: str) -> str:
     words = []
     if one.exposed and body in one.exposed.bodies:
         found = one.exposed.bodies[body]
-        is_void = any(w.startswith("void") and body in w for w in one.exposed.warnings)
-        words.append(
-            "XLA: void, see below" if is_void else f"XLA: {found.exposed_us:,.0f} of {found.total_us:,.0f} us exposed"
-        )
+        figures = f"{found.exposed_us:,.0f} of {found.total_us:,.0f} us exposed"
+        words.append(f"XLA: {'void, see below' if one.exposed.is_void(body) else figures}")
     if body in one.played:
         played = one.played[body]
         inner = "" if body != _entry(one) else " in the whole step"
@@ -212,7 +218,7 @@ def _exposed_words(one: Audited, body: str) -> str:
 
 def _doubts(one: Audited) -> Iterator[str]:
     if one.exposed:
-        if any(w.startswith("void") for w in one.exposed.warnings) or not one.exposed.bodies:
+        if one.exposed.is_void():
             yield "XLA's estimate of the step is void; the replay stands alone."
         else:
             yield f"XLA's cost model exposes {one.exposed.step_us:,.0f} us of a step. Nothing ran."

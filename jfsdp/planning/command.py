@@ -32,9 +32,11 @@ _TITLE = dict(title_justify="left", title_style="bold cyan")
 class PlanOptions:
     """Say what a run needs, moves and takes before it runs: by formula, at once, on any machine.
 
-    jfsdp plan --model llama3-8b --gpu h100 --mesh 4x8
-    jfsdp plan --model path/to/config.json --gpu rtx4090 --mesh 1x2 --per-host 2 --recommend
-    jfsdp plan --model llama3-70b --mesh 1x64 --compile --picture schedule.html
+    With no option: Llama-3-8B on one host of 8 H100.
+
+      jfsdp plan --model llama3-8b --gpu h100 --mesh 4x8
+      jfsdp plan --model path/to/config.json --gpu rtx4090 --mesh 1x2 --per-host 2 --recommend
+      jfsdp plan --model llama3-70b --mesh 1x64 --compile --picture schedule.html
     """
 
     workload: Workload = Workload()
@@ -59,6 +61,14 @@ class PlanOptions:
             raise ValueError("picture needs something to draw: add --compile or --sweep.")
         if self.save and not self.compile:
             raise ValueError("save keeps a compiled program: add --compile.")
+        if self.sweep and (self.recommend or self.compile or self.published):
+            raise ValueError("sweep is a table of its own: leave out --recommend, --compile and --published.")
+        for path in filter(None, (self.picture, self.save)):
+            if not path.parent.is_dir():
+                raise ValueError(f"{path}: there is no folder {path.parent}. Make it, or name another.")
+        endings = (".html", ".htm") if self.compile else (".png", ".html", ".htm")
+        if self.picture and self.picture.suffix.lower() not in endings:
+            raise ValueError(f"picture {self.picture} is none of {', '.join(endings)}. Name a file that ends so.")
 
 
 def command(argv: Sequence[str]) -> int:
@@ -96,7 +106,7 @@ def _run(options: PlanOptions) -> int:
                 c.forecast.to_json() | {"largest_batch": c.largest_batch, "reason": c.reason} for c in choices
             ]
     else:
-        for part in tables(forecast):
+        for part in list(tables(forecast)):  # all of it or, where a formula refuses, none
             console.print(part)
         if options.published:
             console.print(published_table(forecast))
@@ -133,10 +143,11 @@ def tables(forecast: Forecast) -> Iterator[Table | str]:
     placement, chip = work.plan.placement, work.cluster.chip
     head = Table.grid(padding=(0, 2))
     replicas, shards = work.shape
+    sequences = work.batch * work.accumulate
     lines = {
         "model": f"{work.model}: {work.plan.num_params:,} parameters",
         "devices": f"{work.devices} x {chip.name}, mesh {replicas}x{shards}, {placement.strategy.value}",
-        "batch": f"{work.batch * work.accumulate} sequences of {work.seq_len:,} tokens per GPU and step"
+        "batch": f"{sequences:,} sequence{'s' if sequences > 1 else ''} of {work.seq_len:,} tokens per GPU and step"
         + (f", in {work.accumulate} micro-batches" if work.accumulate > 1 else ""),
         "compute": f"{work.precision}, gradients reduced in {work.reduce_dtype}, remat {work.remat}, {work.optimizer}",
     }

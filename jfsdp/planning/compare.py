@@ -57,6 +57,7 @@ class Compared:
             jax_version=self.report.jax_version,
             exposed=self.report.exposed,
             network_gbps=self.work.network_gbps,
+            per_host=self.work.per_host,
         )
 
     def rows(self) -> list[Row]:
@@ -90,6 +91,11 @@ class Compared:
             table.add_row(row.name, in_words(row.formula), in_words(row.compiled), f"{row.error:+.1%}")
         yield table
         yield from auditor.tables(self.audited)
+        if self.work.devices > self.work.per_host:
+            yield (
+                f"[yellow]note[/]  XLA was told {_nic_gbps(self.work)} Gbit/s of network per GPU, half of what there "
+                "is: at the whole it prices an all-reduce over hosts at twice what their cards carry."
+            )
         if forecast.work.attention != self.work.attention:
             yield (
                 "[yellow]note[/]  compiled with chunked attention, as there is no cuDNN here, and compared with the "
@@ -104,17 +110,35 @@ class Compared:
 
     def to_json(self) -> dict[str, Any]:
         memory, exposed = self.report.memory, self.report.exposed
-        played = self.audited.played
+        played, name_of = self.audited.played, self.audited.bodies
         return {
             "jax": self.report.jax_version,
             "memory_bytes": memory._asdict() | {"needed": memory.needed},
             "rows": [dataclasses.asdict(r) | {"error": r.error} for r in self.rows()],
-            "xla_exposed_us": exposed.step_us,
-            "xla_warnings": list(exposed.warnings),
-            "replay": {
-                self.audited.bodies.get(name, name): {"us": p.us, "exposed_us": p.exposed_us}
-                for name, p in played.items()
+            "collectives": [
+                {
+                    "kind": c.kind,
+                    "where": name_of.get(c.computation, c.computation),
+                    "runs": c.runs,
+                    "over": list(c.axes),
+                    "groups": [len(c.groups), c.group_size],
+                    "dtype": c.dtype,
+                    "payload_bytes": c.payload_bytes(),
+                    "received_bytes": c.received_bytes(),
+                    "blocks": c.is_sync,
+                    "beside_matmul_flops": c.matmul_flops,
+                }
+                for c in self.audited.program.collectives
+            ],
+            "xla_exposed_us": None if exposed.is_void() else exposed.step_us,
+            "xla": {
+                name_of.get(name, name): None
+                if exposed.is_void(name)
+                else {"us": one.total_us, "exposed_us": one.exposed_us}
+                for name, one in exposed.bodies.items()
             },
+            "xla_warnings": list(exposed.warnings),
+            "replay": {name_of.get(name, name): {"us": p.us, "exposed_us": p.exposed_us} for name, p in played.items()},
             "compile_seconds": self.report.compile_seconds,
         }
 
@@ -133,6 +157,17 @@ def compile_workload(work: Workload) -> Compared:
         raise RuntimeError(f"compiling for GPUs without one needs {missing}: pip install 'jfsdp[aot]'.")
     work = dataclasses.replace(work, attention=work.attention if work.attention not in (None, "cudnn") else "chunked")
     fields = {f.name: getattr(work, f.name) for f in dataclasses.fields(work)}
-    nic = {} if work.network_gbps is None else {"nic_gbps": round(work.network_gbps / 2)}
-    report = gpu.compile_ahead("jfsdp.planning.workload:ahead", fields, gpu=described, mesh=work.mesh, **nic)
+    report = gpu.compile_ahead(
+        "jfsdp.planning.workload:ahead",
+        fields,
+        gpu=described,
+        mesh=work.mesh,
+        per_host=work.per_host,
+        nic_gbps=_nic_gbps(work),
+    )
     return Compared(work, report)
+
+
+def _nic_gbps(work: Workload) -> int:
+    """What XLA is told of the network; see Note [Network] in audit/gpu.py."""
+    return max(1, round(work.cluster.network * 8 / 1e9 / 2))

@@ -14,6 +14,7 @@ stas00/ml-engineering).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ class Cluster:
             raise ValueError(f"gpu {self.gpu!r} is unknown. Known are {', '.join(CHIPS)}.")
         if self.per_host < 1:
             raise ValueError(f"per_host is {self.per_host}; it counts GPUs in a host, so use 1 or more.")
-        if self.network_gbps is not None and self.network_gbps <= 0:
+        if self.network_gbps is not None and not 0 < self.network_gbps < math.inf:
             raise ValueError(f"network_gbps is {self.network_gbps}; use gigabits per second and GPU, such as 400.")
 
     @property

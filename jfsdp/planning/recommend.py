@@ -15,6 +15,11 @@ from jfsdp.planning.workload import Workload
 
 ACTIVATIONS = ("saved activations", "layers at work", "next micro-batch")
 """What grows with the batch."""
+RECOMPUTED = {
+    "none": "nothing computed twice",
+    "dots": "all but matmuls computed twice",
+    "full": "activations computed twice",
+}
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,9 @@ def recommend(work: Workload, most: int = 8) -> list[Choice]:
 def _candidates(work: Workload) -> Iterator[Workload]:
     devices = work.devices
     meshes = [f"1x{devices}"]
-    meshes += [f"{devices // s}x{s}" for s in _divisors(devices) if 1 < s < devices and s % min(s, work.per_host) == 0]
-    for remat in ("none", "full"):
+    fits = lambda s: devices <= work.per_host or not work.per_host % s or not s % work.per_host
+    meshes += [f"{devices // s}x{s}" for s in _divisors(devices) if 1 < s < devices and fits(s)]
+    for remat in RECOMPUTED:
         for mesh in meshes:
             names = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD"]
             for name in names if mesh == meshes[0] else ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]:
@@ -118,7 +124,7 @@ def _reason(forecast: Forecast, best: Forecast) -> str:
         parts.append("gathers inside a host" if inside else "gathers across hosts")
     elif work.devices > work.per_host and placement.shard_axes and not placement.whole_at_rest:
         parts.append("gathers across hosts")
-    parts.append("nothing computed twice" if work.remat == "none" else "activations computed twice")
+    parts.append(RECOMPUTED[work.remat])
     if timing.exposed > 0.05 * timing.seconds:
         parts.append(f"{timing.exposed / timing.seconds:.0%} of a step waits")
     return ", ".join(parts)

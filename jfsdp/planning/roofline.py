@@ -45,6 +45,11 @@ class Rates:
     high: float = 1.35
     """... or this much more: nine of ten held-out runs lie between."""
 
+    def matmuls(self, cluster: Cluster) -> float:
+        """Operations per second of bf16 matmuls in a training step."""
+        throttles = not cluster.gpu.startswith(("a100", "rtx", "l40"))
+        return cluster.chip.matmul * (self.matmul if throttles else self.matmul_ampere)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -138,8 +143,7 @@ def step_time(shape: Shape, run: Run, cluster: Cluster, rates: Rates = Rates()) 
     if run.checkpointing not in RECOMPUTED:
         raise ValueError(f"checkpointing {run.checkpointing!r} is unknown. Use one of {', '.join(RECOMPUTED)}.")
     chip, number = cluster.chip, 4 if run.is_fp32 else 2
-    rate = chip.matmul * (rates.matmul_ampere if cluster.gpu.startswith(("a100", "rtx", "l40")) else rates.matmul)
-    rate /= 2 if run.is_fp32 else 1  # TF32
+    rate = rates.matmuls(cluster) / (2 if run.is_fp32 else 1)  # TF32
     bandwidth = chip.bandwidth * rates.memory
     passes = rates.between_eager if run.is_eager else rates.between
 

@@ -93,6 +93,22 @@ class Workload:
                 f"mesh {self.mesh} has {self.devices} GPUs, which do not fill hosts of {self.per_host}. "
                 f"Use a multiple of {self.per_host}, or say --per-host."
             )
+        shards = self.shape[1]
+        if self.devices > self.per_host and self.per_host % shards and shards % self.per_host:
+            raise ValueError(
+                f"mesh {self.mesh} cuts groups of {shards} shards from hosts of {self.per_host} GPUs, so some would "
+                f"straddle two. Use a number of shards that divides {self.per_host} or is a multiple of it."
+            )
+        for count, most, words in (
+            (self.devices, 2**20, "GPUs"),
+            (self.tokens, 2**31, "tokens on one GPU in a micro-batch"),
+            (self.accumulate, 2**16, "micro-batches"),
+        ):
+            if count > most:
+                raise ValueError(
+                    f"{count:,} {words} are not planned, {most:,} at most. Use fewer; --batch, --seq-len and "
+                    "--accumulate count what one GPU does."
+                )
 
     @property
     def shape(self) -> tuple[int, int]:
