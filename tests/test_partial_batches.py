@@ -31,15 +31,16 @@ def loss(params, batch, key):
     return (w[0] * batch["value"] * batch["weights"]).sum(), batch["weights"].sum()
 
 
-def make(w=1.0):
-    params = {"w": np.full((1,), w, np.float32)}
-    plan, tx = make_plan(params, submesh("1x8")), optax.sgd(1.0)
+@pytest.fixture(params=["1x8", "2x4"], ids=["FULL_SHARD", "HYBRID_SHARD"])
+def made(request):
+    params = {"w": np.ones((1,), np.float32)}
+    plan, tx = make_plan(params, submesh(request.param)), optax.sgd(1.0)
     return plan, TrainState.create(plan.place(params), tx, plan), train_step(loss, tx, plan)
 
 
-def test_last_partial_batch_has_its_own_mean_and_costs_no_compilation():
+def test_last_partial_batch_has_its_own_mean_and_costs_no_compilation(made):
     """C-61: 21 examples, batch 8: loss 19.0 of 5 examples, gradient 19. C-77: one program over three epochs."""
-    plan, state, step = make()
+    plan, state, step = made
     batches, before, seen = Batches(Numbers(21, 1), global_batch=8, shuffle=False), compilations("_step"), []
     w = 1.0
     for _ in range(9):
@@ -53,18 +54,18 @@ def test_last_partial_batch_has_its_own_mean_and_costs_no_compilation():
 
 
 @pytest.mark.parametrize("size", [8, 16])
-def test_evaluation_counts_every_example_once(size):
+def test_evaluation_counts_every_example_once(made, size):
     """C-62: nine examples of 0 to 8."""
-    plan, state, _ = make()
+    plan, state, _ = made
     evaluate = eval_step(loss, plan)
     results = [evaluate(state.params, batch) for batch in evaluation_batches(Numbers(9, 0), global_batch=size)]
     total, count = (sum(float(part[i]) for part in results) for i in (0, 1))
     assert (total / count, count) == (4.0, 9)
 
 
-def test_lengths_fall_into_few_sizes_and_padding_changes_nothing():
+def test_lengths_fall_into_few_sizes_and_padding_changes_nothing(made):
     """C-77: lengths 5, 9, 13 and 30 of at most 32 make 8, 16, 16 and 32: three programs, counted."""
-    plan, state, step = make()
+    plan, state, step = made
     before = compilations("_step")
     for length, size in [(5, 8), (9, 16), (13, 16), (30, 32), (9, 16)]:
         values = np.arange(8 * length, dtype=np.float32).reshape(8, length) / 100

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -21,12 +22,16 @@ from jfsdp.state import TrainState
 from .support import submesh
 
 
-@pytest.fixture
-def small():
+@pytest.fixture(
+    params=[("1x8", "float32"), pytest.param(("2x4", "bfloat16"), marks=pytest.mark.slow)],
+    ids=["FULL_SHARD-fp32", "HYBRID_SHARD-bf16"],
+)
+def small(request):
     """A state without a model's weight, to save at any step."""
-    plan = make_plan({"w": np.ones((8, 2), np.float32)}, submesh("1x8"))
-    tx = optax.sgd(0.1)
-    state = TrainState.create(plan.place({"w": np.ones((8, 2), np.float32)}), tx, plan)
+    mesh, dtype = request.param
+    params, tx = {"w": np.ones((8, 2), jnp.dtype(dtype))}, optax.sgd(0.1)
+    plan = make_plan(params, submesh(mesh))
+    state = TrainState.create(plan.place(params), tx, plan)
     at = lambda step: replace(state, step=jax.device_put(np.int32(step), state.step.sharding))  # noqa: E731
     return at, TrainState.abstract(tx, plan)
 
