@@ -123,6 +123,9 @@ def prepare(config: TrainConfig) -> Job:
     check_portions(seq_len=text.seq_len, held_out=text.held_out)
     if output.eval_every is not None and not text.held_out:
         raise ValueError(f"eval_every is {output.eval_every} but held_out is 0: hold some data out for it.")
+    if output.sample is not None and not text.held_out:
+        words = f"sample is {output.sample!r} but samples come with evaluations, and held_out is 0"
+        raise ValueError(f"{words}: hold some data out.")
     rows = held_out = batches = tokenizer = None
     if text.data is not None or not output.dry_run:  # a dry run has no use for the built-in text
         sizes = dict(seq_len=text.seq_len, vocab_size=model.config.vocab_size, held_out=text.held_out)

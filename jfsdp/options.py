@@ -179,6 +179,8 @@ class OutputConfig:
         for name in ("eval_every", "eval_batches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more.")
+        if self.sample == "":
+            raise ValueError("sample is ''; give the first words, which the model goes on from.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,6 +129,8 @@ def test_the_strategy_is_in_the_first_lines(capsys):
     ("--data text.txt --batch-size 4096", "less than a global batch of 4096"),
     ("--metrics no/m.jsonl", "there is no folder no"),
     ("--eval-every 5 --held-out 0", "hold some data out"),
+    ("--sample hi --held-out 0", "sample is 'hi' but samples come with evaluations, and held_out is 0"),
+    ("--sample=", "sample is ''; give the first words"),
     ("--eval-every 0", "eval_every is 0; use 1 or more"),
     ("--steps 0", "steps is 0; use 1 or more"),
     ("--lr 0", "lr is 0.0; use a number above 0"),
