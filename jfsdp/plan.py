@@ -18,11 +18,11 @@ Micro-batches multiply gathers and reduce-scatters (without no_sync), never the 
 Note [Bytes kept]
 At the peak, early in the backward pass, a device holds its state, gradient shards, what all layers saved, and the
 larger of two: the window of whole units (gathered ones, the gradient that was computed, the one that waits and its
-staging for the wire), or what layers work with. On GPUs loops are unrolled by two (`gpu.compiler_options`), so two
-layers are at work, and heap fragments come on top: 1.86 times what a layer works with beside what it saved
-(`planning/footprint.py`), 1.5 without a late reduction. A sharded vocabulary's table is copied once more, transposed
-for its rows. The two factors and the staging are fitted to compiled programs and nothing else is:
-`benchmarks/plan_accuracy.py` prints formula and compiler side by side.
+staging for the wire), or what layers work with and the unit whose weights they use. With a late reduction nothing
+waits for a layer's gradients, and XLA computes the next layer again beside this one's backward pass: both are alive
+(Note [Order] in `planning/footprint.py`). A sharded vocabulary's table is copied once more, transposed for its rows.
+The staging is fitted to compiled programs and nothing else is: `benchmarks/plan_accuracy.py` prints formula and
+compiler side by side. What is left is gaps in XLA's heap: 1 to 3 percent of a step's temporary memory.
 
 With several micro-batches, shards held for earlier ones become the result in place, unless replicas are summed in the
 last one. From three on, XLA unrolls their loop too and makes room for the next one's activations while the last one's
@@ -115,13 +115,12 @@ def memory(
     grads = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.dtype.itemsize for leaf in trained)
     held = _held(trained, no_sync) if accumulate > 1 else 0
     window = _window(plan, schedule)
-    is_late = schedule.late_reduce and plan.mesh.size > 1
-    factor = _AT_WORK if is_late else _AT_WORK_ALONE
-    at_work = max((factor * (one.backward - one.saved) + one.saved for one in layers), default=0)
+    at_work = max((one.backward + (one.again if schedule.late_reduce else 0) for one in layers), default=0)
     saved = sum((one.count - 1) * one.saved for one in layers)
-    freed = sum(k.bytes for k in window) if _frees(plan) else window[1].bytes
+    gathered, in_flight = (k.bytes for k in window)
+    beside = min(unit_bytes(plan), gathered) if _frees(plan) else gathered
     kept = [
-        Kept("parameters", device_bytes(state.params), "stored shards, fp32 masters"),
+        Kept("parameters", device_bytes(state.params), "stored shards, masters of what is trained"),
         Kept("optimizer", device_bytes(state.opt_state), "its own state, sharded as the parameters"),
         Kept("gradients", grads, "finished shards, stored dtype"),
         Kept("held gradients", held, "whole" if no_sync else "shards, of earlier micro-batches"),
@@ -133,17 +132,22 @@ def memory(
         *window,
         Kept(
             "layers at work",
-            max(0.0, at_work - freed),
-            f"{at_work / 2**20:,.1f} MiB, {factor} times a layer's, less the units that are freed",
+            max(0.0, at_work + beside - gathered - in_flight),
+            f"{at_work / 2**20:,.1f} MiB and {beside / 2**20:,.1f} of weights, less the units and gradients above",
         ),
         Kept("next micro-batch", saved if accumulate > 2 else 0, "room for what its layers save"),
         Kept("vocabulary", sum(_table_copy(leaf, plan) for leaf in plan.leaves), "a shard of the table, transposed"),
     ]
     updated = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if _is_gathered_after(leaf))
+    summed = sum(_summed(leaf, plan) for leaf in trained)
     beside = sum(k.bytes for k in kept[4:])
     if state.ema is not None:
         kept.append(Kept("average", device_bytes(state.ema), "of the weights, fp32, sharded as they are"))
-    return [*kept, Kept("updated parameters", max(0.0, updated - beside), "whole beside the old ones, less the above")]
+    return [
+        *kept,
+        Kept("updated parameters", max(0.0, updated - beside), "whole beside the old ones, less the above"),
+        Kept("tied table", max(0.0, summed + in_flight - beside), "both gradients while they are added, less that"),
+    ]
 
 
 def _held(trained: list[ParamLayout], no_sync: bool) -> int:
@@ -177,15 +181,14 @@ def _window(plan: Plan, schedule: Schedule) -> list[Kept]:
     else:
         gathered = sum(leaves[0].layers * _layer_bytes(leaves, "param_dtype") for leaves in stacks)
         words = "every layer, from forward to backward"
-    flight = 0.0
-    if any(leaf.trainable for leaf in most):
-        flight = size
-        if schedule.late_reduce and placement.shards > 1:
-            flight += size + _STAGED * _layer_bytes(most, "reduce_dtype")
+    trained = [leaf for leaf in most if leaf.trainable]
+    flight = float(_layer_bytes(trained, "param_dtype"))
+    if schedule.late_reduce and placement.shards > 1:
+        flight += flight + _STAGED * _layer_bytes(trained, "reduce_dtype")
     return [Kept("gathered", gathered, words), Kept("gradients in flight", flight, "computed, waiting, staged")]
 
 
-_AT_WORK, _AT_WORK_ALONE, _STAGED = 1.86, 1.5, 0.4
+_STAGED = 0.4
 """See Note [Bytes kept]."""
 
 
@@ -232,17 +235,11 @@ class _Unit:
         moves, reduced = [], 0
         if "embed" in uses:
             if tokens < rows and not self.placement.whole_at_rest:
-                ids, rows_moved = 4 * (n - 1) * tokens, 2 * tokens * table.padded * item * (n - 1) / n
+                ids, rows_moved = 4 * (n - 1) * tokens, tokens * table.padded * item * (n - 1) / n
+                times = self.micro * (2 if table.trainable else 1)
+                why = "rows there, gradients back" if table.trainable else "rows there"
                 moves.append(self._move("all-gather", "int32", self.micro, self.micro * ids, "token ids of the group"))
-                moves.append(
-                    self._move(
-                        "all-to-all",
-                        table.param_dtype.name,
-                        2 * self.micro,
-                        self.micro * rows_moved,
-                        "rows there, gradients back",
-                    )
-                )
+                moves.append(self._move("all-to-all", table.param_dtype.name, times, times * rows_moved, why))
             else:
                 moves += self._gathers(passes=1)
                 reduced += 1
@@ -378,9 +375,17 @@ def _is_gathered_after(leaf: ParamLayout) -> bool:
 def _table_copy(leaf: ParamLayout, plan: Plan) -> int:
     """An embedding that is cut on its width is copied once, transposed, to look rows up."""
     uses = plan.units[leaf.unit].uses if leaf.unit in plan.units else ()
-    if "embed" not in uses or leaf.dim is None or leaf.placement.whole_at_rest:
+    if "embed" not in uses or leaf.dim is None or leaf.placement.whole_at_rest or leaf.placement.shards == 1:
         return 0
     return math.prod(leaf.shard_shape) * leaf.dtype.itemsize
+
+
+def _summed(leaf: ParamLayout, plan: Plan) -> int:
+    """What adding both gradients of a whole tied table takes, after the backward pass: the embedding's, and the sum."""
+    uses = plan.units[leaf.unit].uses if leaf.unit in plan.units else ()
+    if len(uses) < 2 or leaf.dim is not None:
+        return 0
+    return leaf.size * (leaf.param_dtype.itemsize + leaf.dtype.itemsize)
 
 
 def _gather_wire(leaf: ParamLayout) -> tuple[str, int]:

@@ -103,5 +103,43 @@ def test_a_fused_kernel_keeps_no_scores(config):
     assert scores.backward - fused.backward >= 4 * B * config.num_heads * 32 * 512  # a chunk's scores, fp32
 
 
+class Twice(nnx.Module):
+    """A block of inner width 2F, then one of inner width F."""
+
+    def __init__(self, rngs):
+        matrix = lambda d_in, d_out: nnx.Linear(d_in, d_out, rngs=rngs, use_bias=False)  # noqa: E731
+        self.up, self.down, self.up2, self.down2 = matrix(D, 2 * F), matrix(2 * F, D), matrix(D, F), matrix(F, D)
+
+    def __call__(self, x):
+        x = x + self.down(jnp.tanh(self.up(x)))
+        return x + self.down2(jnp.tanh(self.up2(x)))
+
+
+def test_gradients_of_weights_come_last_so_what_they_read_is_alive_to_the_end(monkeypatch):
+    """By hand, while the first block's inner gradient is made: of the second its input, both gradients and tanh.
+
+    Else these would be gone, and the peak lie in the second block: 7F, as both up(x) and tanh of the first are there.
+    """
+    monkeypatch.setattr(f"{__name__}.Block", Twice)
+    narrow, wide = 4 * B * T * D, 4 * B * T * F
+    first = narrow + 3 * 2 * wide  # x; up(x), its tanh, and tanh's gradient
+    second = 3 * narrow + 2 * wide  # its input, dy and d input; tanh(up(input)) and d up(input)
+    assert layers("full").backward == first + second
+
+
+def test_what_is_computed_again_and_read_later():
+    """`up(x)`, of which tanh and its derivative are made where they are read; nothing where all is saved."""
+    assert layers("full").again == 4 * B * T * F
+    assert layers("none").again == 0
+
+
+def test_frozen_weights_have_no_gradients_to_compute_or_to_wait_for():
+    kernels = lambda path, _: "up" in path  # noqa: E731
+    (one,) = trace(lambda: Model("full"), sequences=B, tokens=T, dtype=jnp.float32, trainable=kernels)
+    matmul = 2 * B * T * D * F
+    assert one.backward_flops == matmul + 2 * matmul + matmul  # up again; through down and up; up's gradient
+    assert layers("full").backward_flops == one.backward_flops + matmul
+
+
 def test_tokens_and_sequences_scale_what_is_saved(config):
     assert of_llama(config, tokens=192).saved == 2 * of_llama(config, tokens=96).saved

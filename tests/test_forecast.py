@@ -9,11 +9,13 @@ from functools import cache
 
 import pytest
 
+from jfsdp.audit import program as audit
 from jfsdp.mesh import REPLICA, SHARD
 from jfsdp.planning import sweep
 from jfsdp.planning.forecast import GIB, Forecast
 from jfsdp.planning.recommend import advice, recommend
-from jfsdp.planning.workload import Workload
+from jfsdp.planning.workload import Workload, ahead
+from tests.support import submesh
 
 P = 8_030_261_248
 """Parameters of Llama-3-8B."""
@@ -91,6 +93,57 @@ class TestTraffic:
         assert over[(SHARD,)] == pytest.approx(sum(m.received for m in forecast().moves))
 
 
+class TestLora:
+    """Frozen weights: sharded and gathered as ever, in 16 bit, without gradients or optimizer state."""
+
+    lora = "8,16,q+v"
+    ADAPTERS = 32 * 8 * ((4096 + 4096) + (4096 + 1024))
+    """q: 4096 -> 4096, v: 4096 -> 1024, rank 8, 32 layers."""
+
+    def test_only_adapters_have_gradients_and_moments(self):
+        f = forecast(lora=self.lora)
+        assert f.trained == self.ADAPTERS
+        sizes = [kept(f, name) for name in ("parameters", "gradients", "optimizer")]
+        trained = 4 * self.ADAPTERS / 8
+        assert sizes == pytest.approx([2 * P / 8 + trained, trained, 2 * trained], rel=1e-3)
+        assert kept(f, "gradients in flight") < 2**20 < kept(forecast(), "gradients in flight")
+
+    def test_gathers_stay_and_frozen_weights_are_not_reduced(self):
+        moved = {lora: {} for lora in (None, self.lora)}
+        for lora, sums in moved.items():
+            for m in forecast(lora=lora, mesh="4x8").moves:
+                sums[m.kind] = sums.get(m.kind, 0) + m.received
+        full, frozen = moved[None], moved[self.lora]
+        assert frozen["all-gather"] == pytest.approx(full["all-gather"], rel=0.01)
+        assert frozen["all-to-all"] == full["all-to-all"] / 2  # rows there, nothing back
+        assert frozen["reduce-scatter"] == 4 * self.ADAPTERS * 7 / 8
+        assert frozen["all-reduce"] == 2 * 4 * self.ADAPTERS / 8 * 3 / 4
+
+    def test_formula_and_compiled_program_move_the_same(self, tmp_path):
+        config = dict(
+            model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=4096, hidden_size=64,
+            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+            rms_norm_eps=1e-5, rope_theta=1e4,
+            tie_word_embeddings=False, hidden_act="silu", max_position_embeddings=2048,
+        )  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        fields = dict(model=str(tmp_path / "config.json"), precision="fp32", seq_len=64, lora="2,4,q+v", remat="none")
+        mesh = submesh("1x8")
+        step, arguments = ahead(mesh, **fields)
+        program = audit.read(step.lower(*arguments).compile(), mesh)
+        for kind in ("all-gather", "all-to-all", "reduce-scatter"):
+            found = program.received_bytes(kind, SHARD)
+            assert found == sum(m.received for m in Forecast(Workload(**fields)).moves if m.kind == kind) > 0, kind
+
+    def test_a_step_is_shorter_by_a_third_of_the_matmuls(self):
+        full, frozen = forecast().timing, forecast(lora=self.lora).timing
+        assert frozen.forward == pytest.approx(full.forward, rel=0.01)
+        assert full.backward - frozen.backward == pytest.approx(
+            32 * 2 * 218_103_808 * 4096 / (989e12 * 0.71 * 800 / 989), rel=0.2
+        )
+        assert frozen.seconds < full.seconds and frozen.mfu <= full.mfu * 1.05
+
+
 class TestWarnings:
     def test_layers_too_large_and_too_small_are_named(self):
         assert any("218M parameters, above the usual" in w for w in forecast().warnings)
@@ -113,9 +166,12 @@ class TestAdvice:
 
     def test_a_larger_one_may_be_trained_through_adapters(self):
         first = next(advice(Workload(mesh="1x8")))
-        assert "LoRA on a frozen bf16 base fits one GPU" in first
+        assert "LoRA on a frozen bf16 base (--lora 8,16,all) fits one GPU" in first
         first = next(advice(Workload(mesh="1x8", model="llama3-70b")))
-        assert "quantised to 4 bits" in first or "must be sharded" in first
+        assert "a base quantised to 4 bits, which jfsdp does not store, would fit one (" in first
+        assert "(--lora 8,16,all) fits these 8 (" in first  # 140 of 1,120 GiB
+        lora = next(advice(Workload(mesh="1x8", model="llama3-70b", lora="8,16,q+v")))
+        assert lora.endswith("79.1 GiB, so it must be sharded.")
 
     def test_the_window_is_the_floor(self):
         _, floor = advice(Workload(mesh="1x8"))
@@ -184,6 +240,7 @@ class TestSweep:
         ({"batch": 10**12}, "4,096,000,000,000,000 tokens on one GPU in a micro-batch are not planned"),
         ({"accumulate": 10**9}, "1,000,000,000 micro-batches are not planned, 65,536 at most. Use fewer"),
         ({"batch": 0}, "batch is 0; it is a count, so use 1 or more"),
+        ({"lora": "eight"}, "lora 'eight' is not understood. Write rank,alpha,targets such as 8,16,q"),
         ({"optimizer": "shampoo"}, "optimizer 'shampoo' is unknown. Use one of adamw"),
         ({"gpu": "tpu"}, "gpu 'tpu' is unknown"),
     ],

@@ -145,7 +145,8 @@ def tables(forecast: Forecast) -> Iterator[Table | str]:
     replicas, shards = work.shape
     sequences = work.batch * work.accumulate
     lines = {
-        "model": f"{work.model}: {work.plan.num_params:,} parameters",
+        "model": f"{work.model}: {work.plan.num_params:,} parameters"
+        + (f", {forecast.trained:,} of them trained" if work.lora else ""),
         "devices": f"{work.devices} x {chip.name}, mesh {replicas}x{shards}, {placement.strategy.value}",
         "batch": f"{sequences:,} sequence{'s' if sequences > 1 else ''} of {work.seq_len:,} tokens per GPU and step"
         + (f", in {work.accumulate} micro-batches" if work.accumulate > 1 else ""),

@@ -8,6 +8,12 @@ Note [Fusion]
 A compiler for GPUs writes an array to memory where a matmul, a loop, a sort or an indexed read makes or takes it, or
 where it leaves the layer. What lies between (casts, norms, activation functions, masks, transposes) runs inside such
 kernels and has no array of its own. `_walk` goes through one layer's program with that rule and adds up what is alive.
+
+Note [Order]
+A backward pass has three parts: what it computes again, which needs no gradient; the chain from the gradient of a
+layer's output to that of its input; and gradients of weights, for which no later layer waits. XLA's schedules for GPUs
+run them in this order, so what the gradients of weights read is alive all the while, and the parts of two layers
+overlap: the next layer is computed again while this one's chain runs. Both are counted here; `plan.py` says when.
 """
 
 from __future__ import annotations
@@ -38,7 +44,9 @@ class Layers:
     forward: int
     """Most that is alive at once inside a forward pass, weights left out."""
     backward: int
-    """Most that is alive at once inside a backward pass, what it computes again included."""
+    """Most that is alive at once inside a backward pass, in the order of Note [Order]."""
+    again: int
+    """Of what a backward pass computes again, what the rest of it reads."""
     carried: int
     """What one layer hands to the next."""
     forward_flops: int
@@ -47,20 +55,27 @@ class Layers:
 
 
 def trace(
-    make_model: Callable[[], nnx.Module], *, sequences: int, tokens: int, dtype: Any, loops_are_kernels: bool = False
+    make_model: Callable[[], nnx.Module],
+    *,
+    sequences: int,
+    tokens: int,
+    dtype: Any,
+    trainable: Any = nnx.Param,
+    loops_are_kernels: bool = False,
 ) -> list[Layers]:
     """The stacks of a language model (Note [Families]) in order, from its loss on `[sequences, tokens]`.
 
+    trainable: an NNX filter; other parameters have no gradients.
     loops_are_kernels: a loop inside a layer keeps nothing but what it takes and gives, as a fused attention kernel.
     """
-    graph, params = nnx.split(nnx.eval_shape(make_model))
+    graph, *params = nnx.split(nnx.eval_shape(make_model), trainable, ...)
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), params)
-    batch = batch_shapes(nnx.merge(graph, params), (sequences, tokens))
+    batch = batch_shapes(nnx.merge(graph, *params), (sequences, tokens))
 
-    def loss(params, batch):
-        return nnx.merge(graph, params).loss(**batch)[0]
+    def loss(trained, others, batch):
+        return nnx.merge(graph, trained, others).loss(**batch)[0]
 
-    whole = _Program(jax.make_jaxpr(jax.value_and_grad(loss))(params, batch).jaxpr)
+    whole = _Program(jax.make_jaxpr(jax.value_and_grad(loss))(*params, batch).jaxpr)
     counts = {a.shape[0] for a in jax.tree.leaves(params) if len(a.shape) > 1}
     data = whole.reached_from(whole.invars[-len(batch) :])
     loops = [_Loop.of(op, whole, data) for op in whole.ops if op.name == "scan" and op.params["length"] in counts]
@@ -83,6 +98,8 @@ def _layers(forward: _Loop, backward: _Loop, loops_are_kernels: bool) -> Layers:
     body = forward.body
     reached = body.reached_from(forward.carried_in)
     own = {False: set(), True: backward.others_out}  # gradients of weights are counted elsewhere
+    again, others = _parts(backward)
+    backward.body.ops[:] = again + others
     f, b = (_walk(loop.body, loop.weights | own[loop.is_backward], loops_are_kernels) for loop in (forward, backward))
     return Layers(
         count=forward.length,
@@ -90,9 +107,23 @@ def _layers(forward: _Loop, backward: _Loop, loops_are_kernels: bool) -> Layers:
         carried=sum(body.bytes(t) for t in forward.carried_out),
         forward=f.peak,
         backward=b.peak,
+        again=_left(backward.body, again, others),
         forward_flops=f.flops,
         backward_flops=b.flops,
     )
+
+
+def _parts(loop: _Loop) -> tuple[list[_Op], list[_Op]]:
+    """A backward pass in two: what it computes again, and the chain followed by gradients of weights alone."""
+    ops = loop.body.ops
+    differentiated, wanted, chain = loop.body.reached_from(loop.carried_in), set(loop.carried_out), set()
+    for op in reversed(ops):
+        if wanted.intersection(op.outs):
+            wanted.update(op.ins)
+            chain.update(op.outs)
+    again = [op for op in ops if not differentiated.intersection(op.outs)]
+    others = [op for op in ops if differentiated.intersection(op.outs)]
+    return again, sorted(others, key=lambda op: not chain.intersection(op.outs))
 
 
 class _Op(NamedTuple):
@@ -199,29 +230,53 @@ class _Peak(NamedTuple):
     flops: int
 
 
+class _Lives(NamedTuple):
+    """Arrays in memory: from the operation that writes one to the last that reads it, by position."""
+
+    first: dict[int, int]
+    last: dict[int, int]
+    sources: dict[int, set[int]]
+    """For each value the arrays that it is read from: itself, or what is computed with inside its readers."""
+
+    @classmethod
+    def of(cls, program: _Program, ops: Sequence[_Op], stored: set[int]) -> _Lives:
+        """stored: values that are arrays though no kernel makes them; see Note [Fusion]."""
+        sources = {v: {v} for v in program.invars}
+        first, last = dict.fromkeys(program.invars, 0), dict.fromkeys(program.invars, 0)
+        for i, op in enumerate(ops):
+            reads = set().union(*(sources.get(v, ()) for v in op.ins))
+            for v in op.outs:
+                if (op.name in _KERNELS or v in stored) and not (op.name in _VIEWS and len(reads) == 1):
+                    first[v] = last[v] = i
+                    sources[v] = {v}
+                    last.update(dict.fromkeys(reads, i))
+                else:
+                    sources[v] = reads
+        return cls(first, last, sources)
+
+
+def _read_by_kernels(ops: Sequence[_Op]) -> set[int]:
+    return {v for op in ops if op.name in _KERNELS for v in op.ins}
+
+
+def _left(program: _Program, ops: Sequence[_Op], others: Sequence[_Op]) -> int:
+    """Bytes that operations leave in memory for others that follow, their own inputs apart."""
+    sources = _Lives.of(program, ops, _read_by_kernels(ops)).sources
+    arrays = set().union(*(sources.get(v, ()) for op in others for v in op.ins))
+    return sum(map(program.bytes, arrays.difference(program.invars)))
+
+
 def _walk(program: _Program, free: set[int] = frozenset(), loops_are_kernels: bool = False) -> _Peak:
     """Most bytes that are alive in a program and the operations of its matmuls; values in `free` take no room."""
-    wanted = set(program.outvars).union(*(op.ins for op in program.ops if op.name in _KERNELS))
-    sources = {v: {v} for v in program.invars}
-    first = dict.fromkeys(program.invars, 0)
-    last = dict.fromkeys(program.invars, 0)
     inside, flops = [0] * (len(program.ops) + 1), 0
     for i, op in enumerate(program.ops):
-        reads = set().union(*(sources.get(v, ()) for v in op.ins))
-        is_kernel = op.name in _KERNELS
         if op.name == "scan":
             inner = _walk(_Program(op.params["jaxpr"].jaxpr))
             flops += op.params["length"] * inner.flops
             inside[i] = 0 if loops_are_kernels else inner.peak
         elif op.name == "dot_general":
             flops += _dot_flops(program, op)
-        for v in op.outs:
-            if (is_kernel or v in wanted) and not (op.name in _VIEWS and len(reads) == 1):
-                first[v] = last[v] = i
-                sources[v] = {v}
-                last.update(dict.fromkeys(reads, i))
-            else:
-                sources[v] = reads
+    first, last, sources = _Lives.of(program, program.ops, _read_by_kernels(program.ops).union(program.outvars))
     for v in program.outvars:
         last.update(dict.fromkeys(sources.get(v, ()), len(program.ops)))
     change = [0] * (len(program.ops) + 2)

@@ -86,8 +86,13 @@ class Forecast:
 
     @cached_property
     def replicated(self) -> float:
-        """The same under plain data parallelism: gradients of all parameters all-reduced in fp32."""
-        return 2 * 4 * self.work.plan.num_params * (self.work.devices - 1) / self.work.devices
+        """The same under plain data parallelism: gradients of all that is trained, all-reduced in fp32."""
+        return 2 * 4 * self.trained * (self.work.devices - 1) / self.work.devices
+
+    @cached_property
+    def trained(self) -> int:
+        """Parameters that have gradients."""
+        return sum(leaf.size for leaf in self.work.plan.leaves if leaf.trainable)
 
     @cached_property
     def shape(self) -> Shape:
@@ -102,8 +107,10 @@ class Forecast:
             layers=layers,
             layer_params=sum(leaf.size for leaf in matrices) / layers,
             active_params=(family.flops(config, 0) / 6 - head_params) / layers,
+            trained_params=sum(leaf.size for leaf in matrices if leaf.trainable) / layers,
             head_params=head_params,
-            params=plan.num_params,
+            is_head_trained=not tables or tables[-1].trainable,
+            params=self.trained,
             width=tables[-1].shape[1] if tables else matrices[0].shape[0],
             attention=attention / 6 / layers,
             tokens=w.tokens,
@@ -198,6 +205,7 @@ class Forecast:
         return {
             "model": w.model,
             "parameters": w.plan.num_params,
+            "trained_parameters": self.trained,
             "gpu": w.gpu,
             "mesh": w.mesh,
             "strategy": w.plan.placement.strategy.value,

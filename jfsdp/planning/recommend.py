@@ -13,8 +13,13 @@ from dataclasses import dataclass, replace
 from jfsdp.planning.forecast import GIB, Forecast
 from jfsdp.planning.workload import Workload
 
+LORA = "8,16,all"
+"""What advice tries where training everything does not fit; any family has these targets."""
 ACTIVATIONS = ("saved activations", "layers at work", "next micro-batch")
 """What grows with the batch."""
+STATE = ("parameters", "optimizer", "gradients")
+FOUR_BITS = 0.55
+"""Bytes of a weight quantised to 4 bits, with its part of a block's scale."""
 RECOMPUTED = {
     "none": "nothing computed twice",
     "dots": "all but matmuls computed twice",
@@ -39,17 +44,14 @@ class Choice:
 def advice(work: Workload) -> Iterator[str]:
     """What to know before choosing: one sentence each."""
     alone = Forecast(replace(work, mesh="1x1", strategy=None))
-    params, chip = alone.work.plan.num_params, work.cluster.chip
-    at_work = alone.needed - alone.kept[0].bytes - alone.kept[1].bytes - alone.kept[2].bytes
-    bigger = f"the model's state is {params * 16 / GIB:,.1f} GiB and a {chip.name} has {chip.memory / GIB:,.1f}"
+    state = sum(k.bytes for k in alone.kept if k.name in STATE)
     if alone.fits:
         yield f"One GPU is enough ({_gib(alone.needed)} of {_gib(alone.capacity)}), so NO_SHARD works on any mesh."
-    elif 2 * params + at_work <= alone.capacity:
-        yield f"{bigger}. LoRA on a frozen bf16 base fits one GPU ({_gib(2 * params + at_work)}), without sharding."
-    elif 0.55 * params + at_work <= alone.capacity:
-        yield f"{bigger}. LoRA on a base quantised to 4 bits would fit one GPU ({_gib(0.55 * params + at_work)})."
     else:
-        yield f"{bigger}, so it must be sharded."
+        yield (
+            f"The model's state is {_gib(state)} and a {work.cluster.chip.name} has "
+            f"{_gib(work.cluster.chip.memory)}{_instead(work, alone)}."
+        )
     full = Forecast(replace(work, strategy="FULL_SHARD"))
     floor = sum(k.bytes for k in full.kept if k.name in (*ACTIVATIONS, "gathered", "gradients in flight"))
     if floor > full.capacity:
@@ -58,13 +60,30 @@ def advice(work: Workload) -> Iterator[str]:
             "Use remat full, fewer tokens per GPU, or smaller units."
         )
     else:
-        state = params * (12 if work.optimizer == "sgd" else 16)
         fewest = math.ceil(state / max(full.capacity - floor, 1))
         enough = math.ceil(state / (0.1 * floor))
         yield (
             f"FULL_SHARD fits from about {fewest} GPUs on. Whole layers and activations take {_gib(floor)} however "
             f"many there are; from about {enough} GPUs on, further ones save less than a tenth of that."
         )
+
+
+def _instead(work: Workload, alone: Forecast) -> str:
+    """What fits one GPU instead of training everything, or these GPUs where they do not hold that either."""
+    if work.lora is not None:
+        return ", so it must be sharded"
+    lora = Forecast(replace(alone.work, lora=LORA))
+    quantised = lora.needed - (work.compute_dtype.itemsize - FOUR_BITS) * alone.work.plan.num_params
+    base = f"LoRA on a frozen {work.precision} base (--lora {LORA})"
+    if lora.fits:
+        return f". {base} fits one GPU ({_gib(lora.needed)}), without sharding"
+    words = ", so it must be sharded"
+    if quantised <= alone.capacity:
+        words = f". LoRA on a base quantised to 4 bits, which jfsdp does not store, would fit one ({_gib(quantised)})"
+    here = Forecast(replace(work, lora=LORA))
+    if here.fits and not Forecast(work).fits:
+        words += f". {base} fits these {work.devices} ({_gib(here.needed)} each), training everything does not"
+    return words
 
 
 def recommend(work: Workload, most: int = 8) -> list[Choice]:

@@ -6,9 +6,10 @@ estimate: `benchmarks/plan_accuracy.py` scores it against published runs and fit
 Note [Two lanes]
 A unit's forward pass takes its matmuls at the rate that matmuls reach in training, its attention at a part of that
 (the causal half only), and what lies between the matmuls at the bandwidth of the memory. The backward pass takes twice
-the matmuls, two and a half times the attention, and what checkpointing computes again. Beside it, one unit is gathered
-ahead and one reduced behind: an iteration takes as long as the longer lane, and compute is slowed while the other lane
-moves bytes, because both share the GPU. The first gather and the last reduction have nothing to hide behind.
+the matmuls (once where weights are frozen), two and a half times the attention, and what checkpointing computes again.
+Beside it, one unit is gathered ahead and one reduced behind: an iteration takes as long as the longer lane, and compute
+is slowed while the other lane moves bytes, because both share the GPU. The first gather and the last reduction have
+nothing to hide behind.
 """
 
 from __future__ import annotations
@@ -60,10 +61,13 @@ class Shape:
     """In matmuls of one layer."""
     active_params: float | None = None
     """Of these, those that one token goes through; None is all, as where there are no experts."""
+    trained_params: float | None = None
+    """Of a layer's, those that have gradients; None is all."""
     head_params: float
     """In the head's matmul: vocabulary x width."""
+    is_head_trained: bool = True
     params: float
-    """All of them."""
+    """All that the optimizer updates."""
     width: int
     attention: float
     """Operations of attention per token and layer, forward, causal half."""
@@ -131,7 +135,7 @@ class Timing:
 
     @property
     def mfu(self) -> float:
-        """Operations of the model, none counted twice, over the peak for bf16."""
+        """Operations that training the model takes, none counted twice, over the peak for bf16."""
         return self.model_flops * self.tokens_per_second / self.peak
 
 
@@ -148,18 +152,21 @@ def step_time(shape: Shape, run: Run, cluster: Cluster, rates: Rates = Rates()) 
     passes = rates.between_eager if run.is_eager else rates.between
 
     active = shape.layer_params if shape.active_params is None else shape.active_params
+    trained = 1.0 if shape.trained_params is None else shape.trained_params / shape.layer_params
     matmul = 2 * active * shape.tokens / rate
     attention = shape.attention * shape.tokens / (rate * rates.attention)
     between = passes * shape.tokens * shape.width * number / bandwidth
     again = sum(part * t for part, t in zip(RECOMPUTED[run.checkpointing], (matmul, attention, between)))
-    forward, backward = matmul + attention + between, 2 * matmul + 2.5 * attention + 2 * between + again
-    head = (8 if run.recomputes_logits else 6) * shape.head_params * shape.tokens / rate
+    forward = matmul + attention + between
+    backward = (1 + trained) * matmul + 2.5 * attention + 2 * between + again
+    head_flops = 6 if shape.is_head_trained else 4
+    head = (head_flops + 2 * run.recomputes_logits) * shape.head_params * shape.tokens / rate
     head += 6 * shape.vocabulary * shape.tokens * 4 / bandwidth
 
     unit = shape.layer_params
     gather = cluster.seconds(unit * run.wire_bytes, run.shards) if run.gathers else 0.0
-    reduce = cluster.seconds(unit * run.reduce_bytes, run.shards) * (1 if run.gathers else 2)
-    replicate = 2 * cluster.seconds(unit * run.reduce_bytes / run.shards, run.replicas, spread=run.shards)
+    reduce = cluster.seconds(trained * unit * run.reduce_bytes, run.shards) * (1 if run.gathers else 2)
+    replicate = 2 * cluster.seconds(trained * unit * run.reduce_bytes / run.shards, run.replicas, spread=run.shards)
     again_gather = gather if run.gathers > 1 else 0.0
     lanes = _Lanes(rates.slowdown)
     for micro in range(run.accumulate):
@@ -186,7 +193,7 @@ def step_time(shape: Shape, run: Run, cluster: Cluster, rates: Rates = Rates()) 
         communication=lanes.communication,
         slowed=lanes.slowed,
         tokens=n * shape.tokens,
-        model_flops=6 * (shape.layers * (active + shape.attention) + shape.head_params),
+        model_flops=shape.layers * ((4 + 2 * trained) * active + 6 * shape.attention) + head_flops * shape.head_params,
         peak=chip.peak,
         low=rates.low,
         high=rates.high,

@@ -20,7 +20,9 @@ from tyro.conf import DisallowNone, arg
 
 from jfsdp.families import Model, find_model
 from jfsdp.layout import Plan
+from jfsdp.lora import add_lora, parse_lora
 from jfsdp.mesh import REPLICA, SHARD, parse_mesh
+from jfsdp.optim import label_params
 from jfsdp.planning.footprint import Layers, batch_shapes, trace
 from jfsdp.planning.hardware import Cluster
 from jfsdp.precision import MixedPrecision
@@ -57,6 +59,10 @@ class Workload:
     """Dtype in which gradients travel and are summed."""
     optimizer: Literal["adamw", "lion", "momentum", "sgd"] = "adamw"
     """Two moments, one, one, and none."""
+    lora: Annotated[
+        DisallowNone[str | None], arg(metavar="RANK,ALPHA,TARGETS", help_behavior_hint="(default: none)")
+    ] = None
+    """Train adapters beside frozen weights stored in --precision, such as 8,16,q+v."""
     remat: Literal["none", "full", "dots"] = "full"
     """Activations computed again in the backward pass: none; full, all but a layer's input; dots, all but that and
     what matmuls with weights give."""
@@ -87,6 +93,8 @@ class Workload:
             raise ValueError(f"optimizer {self.optimizer!r} is unknown. Use one of {', '.join(OPTIMIZERS)}.")
         if self.mesh == "auto":
             raise ValueError("mesh is 'auto', but there are no devices to count. Write REPLICASxSHARDS, such as 4x8.")
+        if self.lora is not None:
+            parse_lora(self.lora)
         self.cluster  # noqa: B018 - refuses an unknown GPU
         if self.devices > self.per_host and self.devices % self.per_host:
             raise ValueError(
@@ -146,23 +154,29 @@ class Workload:
         return model._replace(config=dataclasses.replace(model.config, attention=self.attention or "cudnn"))
 
     def make_model(self) -> nnx.Module:
-        return self.found.family.build(self.found.config, rngs=nnx.Rngs(0), remat=self.remat, schedule=self.schedule)
+        return _build(self.found, self.lora, self.compute_dtype, remat=self.remat, schedule=self.schedule)
 
     @property
     def plan(self) -> Plan:
         """From shapes alone, on a mesh of no devices."""
-        return _plan(self.found, self.shape, self.strategy, self._precision)
+        return _plan(self.found, self.lora, self.shape, self.strategy, self._precision)
 
     def plan_on(self, mesh: Any) -> Plan:
         """The plan on real or described devices, for a step that is compiled."""
-        return plan_module(self.make_model, mesh=mesh, strategy=self.strategy, mp_policy=self._precision)
+        return plan_module(
+            self.make_model,
+            mesh=mesh,
+            strategy=self.strategy,
+            mp_policy=self._precision,
+            trainable=_trainable(self.lora),
+        )
 
     @property
     def _precision(self) -> MixedPrecision:
         return MixedPrecision(param_dtype=self.precision, reduce_dtype=self.reduce_dtype)
 
     def transformation(self, plan: Plan) -> optax.GradientTransformation:
-        return OPTIMIZERS[self.optimizer](plan.map(lambda leaf: len(leaf.shape) >= 2))
+        return OPTIMIZERS[self.optimizer](label_params(lambda path, shape: len(shape) >= 2, plan))
 
     @cached_property
     def state(self) -> TrainState:
@@ -174,26 +188,50 @@ class Workload:
         model, is_fused = self.found, getattr(self.found.config, "attention", None) == "cudnn"
         if is_fused:  # traced without cuDNN: as a loop over queries that keeps no scores
             model = model._replace(config=dataclasses.replace(model.config, attention="chunked"))
-        return _layers(model, self.remat, self.batch, self.seq_len, self.compute_dtype, is_fused)
+        return _layers(model, self.lora, self.remat, self.batch, self.seq_len, self.compute_dtype, is_fused)
+
+
+def _build(model: Model, lora: str | None, dtype: jnp.dtype, **options: Any) -> nnx.Module:
+    """As `train.py` builds it: with adapters, the weights beside them stored in the dtype that they compute in."""
+    rngs = nnx.Rngs(0)
+    built = model.family.build(model.config, rngs=rngs, **options)
+    return built if lora is None else add_lora(built, parse_lora(lora), rngs=rngs, base_dtype=dtype)
+
+
+def _trainable(lora: str | None) -> type[nnx.Param]:
+    return nnx.Param if lora is None else nnx.LoRAParam
 
 
 @cache
-def _plan(model: Model, shape: tuple[int, int], strategy: str | None, precision: MixedPrecision) -> Plan:
+def _plan(
+    model: Model, lora: str | None, shape: tuple[int, int], strategy: str | None, precision: MixedPrecision
+) -> Plan:
     """Shapes do not depend on batch, checkpointing or schedule, so workloads that differ in these share a plan."""
-    mesh = AbstractMesh(shape, (REPLICA, SHARD))
-    build = lambda: model.family.build(model.config, rngs=nnx.Rngs(0))
-    return plan_module(build, mesh=mesh, strategy=strategy, mp_policy=precision)
+    return plan_module(
+        lambda: _build(model, lora, precision.param_dtype),
+        mesh=AbstractMesh(shape, (REPLICA, SHARD)),
+        strategy=strategy,
+        mp_policy=precision,
+        trainable=_trainable(lora),
+    )
 
 
 @cache
 def _layers(
-    model: Model, remat: str, sequences: int, tokens: int, dtype: jnp.dtype, loops_are_kernels: bool
+    model: Model,
+    lora: str | None,
+    remat: str,
+    sequences: int,
+    tokens: int,
+    dtype: jnp.dtype,
+    loops_are_kernels: bool,
 ) -> list[Layers]:
     return trace(
-        lambda: model.family.build(model.config, rngs=nnx.Rngs(0), remat=remat),
+        lambda: _build(model, lora, dtype, remat=remat),
         sequences=sequences,
         tokens=tokens,
         dtype=dtype,
+        trainable=_trainable(lora),
         loops_are_kernels=loops_are_kernels,
     )
 
