@@ -7,6 +7,10 @@ Simulated CPU devices: nothing overlaps there, so this shows what the schedule c
 ratios, ours over theirs, pair by pair, because absolute times of a shared machine drift. The same Llama shape, data,
 AdamW and attention on both sides, fp32 masters; both report the gradient's norm. XLA computes bf16 in fp32 on a CPU,
 and what a schedule carries from layer to layer is then converted to and fro: those rows measure that, too.
+
+By itself XLA's CPU compiler also copies twice what a loop carries; it is told to analyse regions, for both sides, and
+then it does not. To see the difference, name the flag yourself:
+    XLA_FLAGS=--xla_cpu_copy_insertion_use_region_analysis=false python -m benchmarks.step_time
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -41,6 +46,7 @@ SHAPE = annotations.Config(
     width=256, layers=8, heads=8, kv_heads=4, inner_width=768, vocabulary=2048, tokens=256, batch=2
 )
 
+ANALYSE = "--xla_cpu_copy_insertion_use_region_analysis"
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
@@ -108,6 +114,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the ratios here as well")
     args = parser.parse_args()
+    if ANALYSE not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ANALYSE}=true".strip()
     simulate_devices(max(int(np.prod(parse_mesh(m, 1))) for m in args.mesh))
     table = Table(title="step time, ours / theirs (simulated CPU devices)")
     for column in ("compute", "mesh", "against", "median", "least", "most"):
