@@ -167,6 +167,16 @@ class TestTables:
         exposed = gpu.Exposed({"body": estimate, "body.1": estimate}, 2.0, ("void: body.1 has 1 operations",))
         assert exposed.is_void("body.1") and exposed.is_void() and not exposed.is_void("body")
 
+    def test_a_model_of_few_layers_and_a_large_vocabulary_is_not_taken_for_its_head(self):
+        body = LOOPED[LOOPED.index("%body") : LOOPED.index("ENTRY")]
+        small = "%m = bf16[512,4096]{1,0} dot(%w, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+        head = body.replace("%body", "%slice").replace("%cond", "%done").replace(matmul("m"), small)
+        slices = LOOP.replace("%l ", "%s ").replace("%cond", "%done").replace("%body", "%slice").replace("10", "99")
+        text = LOOPED.replace("ENTRY", head + "ENTRY").replace(LOOP, f"{LOOP}\n  {slices}")
+        assert audited(text).bodies == {"body": "layers forward", "slice": "slices of the head forward"}
+        twin = head.replace(small, matmul("m"))  # an encoder and a decoder
+        assert audited(text.replace(head, twin)).bodies["slice"] == "layers forward, stack 2"
+
     def test_a_cpu_program_says_what_its_backend_hides(self):
         step = compile_step(toy_loss(), toy_params(dtype=jnp.float32), toy_batch(dtype="float32"), "2x4")
         found = auditor.of_compiled(step.compiled, step.plan.mesh, name="toy", jax_version=jax.__version__)
@@ -231,5 +241,6 @@ def test_a_run_tells_of_its_own_program_and_keeps_it(tmp_path, monkeypatch, caps
     assert train.main([*words.split(), "--audit", "--audit-file", "p.json"]) == 0
     said = capsys.readouterr().out
     assert "Memory of one device, as compiled" in said and "widens bf16 collectives" in said
+    assert "none is so large" in said
     kept = Audited.load(tmp_path / "p.json")
     assert kept.mesh_shape == {"replica": 2, "shard": 4} and ("all-reduce", "replica", "float32") in kept.traffic

@@ -45,6 +45,11 @@ def test_recommendations_come_with_reasons(capsys):
     assert code == 0 and "One GPU is enough" in said and "fastest that fits" in said
 
 
+def test_where_nothing_fits_it_says_what_would_help(capsys):
+    code, said, _ = run(capsys, "--recommend", "--gpu", "rtx4090", "--mesh", "1x2", "--per-host", "2")
+    assert code == 1 and "Nothing fits these GPUs. Use more of them" in said and "tokens/s per GPU  " not in said
+
+
 def test_a_config_json_is_a_model(capsys, tmp_path):
     config = dict(
         model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=1000, hidden_size=64, num_hidden_layers=2,

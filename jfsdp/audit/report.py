@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,18 +74,19 @@ class Audited:
 
     @cached_property
     def bodies(self) -> dict[str, str]:
-        """Loop bodies that communicate or hold the most work, by what they are: `forward`, `backward`, `head ...`."""
+        """Loop bodies that communicate, by what they are: an iteration of layers works more than one of the head."""
         moving = {c.computation for c in self.program.collectives}
         scatters = {c.computation for c in self.program.collectives if c.kind == "reduce-scatter"}
         loops = [loop for loop in self.program.loops if loop.body in moving]
         named: dict[str, str] = {}
         for is_backward, direction in ((False, "forward"), (True, "backward")):
             ours = [loop for loop in loops if (loop.body in scatters) == is_backward and loop.matmul_flops]
-            ours.sort(key=lambda loop: -(loop.matmul_flops * (loop.runs or 1)))
-            for place, loop in enumerate(ours):
-                named[loop.body] = (
-                    ("layers " if not place else "slices of the head ") + direction if place < 2 else loop.body
-                )
+            ours.sort(key=lambda loop: -loop.matmul_flops)
+            stacks = [loop.body for loop in ours if 2 * loop.matmul_flops >= ours[0].matmul_flops]
+            labels = [f"layers {direction}" + (f", stack {i + 1}" if i else "") for i in range(len(stacks))]
+            labels += [f"slices of the head {direction}"]
+            for loop, label in zip_longest(ours, labels[: len(ours)]):
+                named[loop.body] = label or loop.body
         return named
 
     def save(self, path: Path) -> None:
@@ -192,6 +194,8 @@ def _loops_table(one: Audited) -> Table:
         )
         words += f"; {blocking} block" if blocking else ""
         table.add_row(where, runs, f"{len(found)} x {kind}", axes, dtype, f"{received:,.1f}", words)
+    if not rows:
+        table.add_row("none is so large")
     if one.exposed or one.played:
         table.add_section()
         for body, label in [*one.bodies.items(), (_entry(one), "outside of loops")]:

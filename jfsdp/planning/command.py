@@ -112,8 +112,10 @@ def _run(options: PlanOptions) -> int:
             console.print(published_table(forecast))
         for line in words:
             console.print(f"[bold]{escape(line)}")
-        if options.recommend:
+        if choices:
             console.print(choices_table(choices))
+        elif options.recommend:
+            console.print("Nothing fits these GPUs. Use more of them, fewer tokens per GPU, or frozen weights.")
     if options.compile:
         from jfsdp.planning import compare
 
@@ -242,6 +244,4 @@ def choices_table(choices: Sequence[Choice]) -> Table:
             str(c.largest_batch),
             c.reason,
         )
-    if not choices:
-        table.add_row("none fits: more GPUs, fewer tokens per GPU, or frozen weights", *[""] * 7)
     return table

@@ -137,7 +137,7 @@ def _reason(forecast: Forecast, best: Forecast) -> str:
     elif not placement.reshard_after_forward:
         parts.append("weights kept from forward to backward: one gather")
     else:
-        parts.append("least memory" if not placement.replica_axes else "weights freed after forward")
+        parts.append("weights freed after forward")
     if placement.replica_axes:
         inside = placement.shards <= work.per_host
         parts.append("gathers inside a host" if inside else "gathers across hosts")

@@ -7,6 +7,7 @@ imported only then; the .html holds the same plot as SVG and needs nothing.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,6 +118,11 @@ def _draw_png(points: Sequence[Point], work: Workload, path: Path) -> None:
     memory.axhline(points[0].capacity / GIB, color="black", linestyle="--", linewidth=1, label="one GPU holds")
     memory.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="GiB per GPU", title="memory")
     memory.set_xscale("log", base=2)
+    counts, largest = list(dict.fromkeys(p.devices for p in points)), max(p.needed for p in points) / GIB
+    memory.set_xticks(counts, map(str, counts))
+    sizes = [2**i for i in range(math.floor(math.log2(min(p.needed for p in points) / GIB)), 12) if 2**i <= largest]
+    memory.set_yticks(sizes, [f"{size:g}" for size in sizes])
+    memory.minorticks_off()
     memory.legend()
     own = [p for p in points if p.strategy == "FULL_SHARD"]
     names, bottom = [str(p.devices) for p in own], [0.0] * len(own)
@@ -125,7 +131,8 @@ def _draw_png(points: Sequence[Point], work: Workload, path: Path) -> None:
         time.bar(names, values, bottom=bottom, label=part, color=colour)
         bottom = [a + b for a, b in zip(bottom, values)]
     time.set(xlabel="GPUs", ylabel="ms of a step", title="time, FULL_SHARD (estimate)")
-    time.legend()
+    time.margins(y=0.2)  # room for the legend above the bars
+    time.legend(loc="upper center", ncols=3)
     figure.suptitle(_title(work))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
