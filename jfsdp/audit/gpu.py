@@ -31,7 +31,9 @@ Note [Options]
     for: the model seems to give each of the two the whole link, which one host's do not have, so only a run can tell.
     On A100 and RTX 4090 the scheduler has to be named (both versions): a 1B model on two RTX 4090 without it blocks in
     every collective of its loops. An A100's forward loop still blocks in two large gathers a layer (8B, 0.10.2), as XLA
-    knows no latencies for it.
+    prices collectives for it by a constant. With `xla_gpu_enable_analytical_latency_estimator` none blocks and each
+    large gather has a matmul beside it (6 layers: 6,934 MiB, and 7,052 without). It is not asked for yet: an H100's
+    program, which needs nothing, changes with it, so it has to be chosen by GPU. `train_step(options=...)` takes it.
     Double buffering also unrolls the loop over micro-batches by two and makes room for the next one's activations
     early: a 1B model needs 4,066 MiB with 4 of them and 3,760 with one (0.10.2, 1x8).
 """
