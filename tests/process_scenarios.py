@@ -57,8 +57,8 @@ def everything(folder: Path) -> dict:
         "HYBRID_SHARD": training("2x4", "HYBRID_SHARD"),
         "ids": ids_of_an_epoch(make_mesh("2x4")),
         "cyclic": cyclic(),
-        "metrics": [metrics(list(range(1, 9)), [1] * 8), metrics([2, 6, 0, 0, 0, 0, 0, 0], [3, 1, 0, 0, 0, 0, 0, 0])],
-        "evaluations": [evaluation(66), evaluation(3)],
+        "metrics": metrics(([*range(1, 9)], [1] * 8), ([2, 6, 0, 0, 0, 0, 0, 0], [3, 1, 0, 0, 0, 0, 0, 0])),
+        "evaluations": evaluations(66, 3),
         "rates": learning_rates(),
         "votes": votes(),
     }
@@ -177,28 +177,33 @@ def weighted(params, batch, key):
     return jnp.sum(batch["loss"] * batch["weight"]) + 0 * unshard(params["w"]).sum(), batch["weight"].sum()
 
 
-def metrics(losses: list, weights: list) -> list[float]:
-    """C-70: loss and tokens as they are logged."""
+def metrics(*given: tuple[list, list]) -> list[list[float]]:
+    """C-70: loss and tokens as they are logged, for losses and weights of each batch."""
     params = {"w": jnp.zeros(8)}
     plan = make_plan(params, make_mesh("2x4"))
-    state = TrainState.create(plan.place(params), optax.sgd(1.0), plan)
-    rows = Rows(loss=np.array(losses, np.float32), weight=np.array(weights, np.float32))
-    share = evaluation_batches(rows, global_batch=8, **process_share(plan.mesh))
-    _, result = train_step(weighted, optax.sgd(1.0), plan)(state, place(next(share), plan))
-    timing = Throughput(8).step(result, tokens=result.pop("weight"), places=8)
-    written = record(1, timing, **result)
-    return [written["loss"], written["tokens"]]
+    tx, logged = optax.sgd(1.0), []
+    state, step = TrainState.create(plan.place(params), tx, plan), train_step(weighted, tx, plan)
+    for number, (losses, weights) in enumerate(given, start=1):
+        rows = Rows(loss=np.array(losses, np.float32), weight=np.array(weights, np.float32))
+        share = evaluation_batches(rows, global_batch=8, **process_share(plan.mesh))
+        state, result = step(state, place(next(share), plan))
+        timing = Throughput(8).step(result, tokens=result.pop("weight"), places=8)
+        written = record(number, timing, **result)
+        logged.append([written["loss"], written["tokens"]])
+    return logged
 
 
-def evaluation(examples: int) -> list[float]:
-    """C-71: sum and count over a set whose last batch leaves the second process nothing; example i has loss i."""
+def evaluations(*sizes: int) -> list[list[float]]:
+    """C-71: sum and count over sets whose last batch leaves the second process nothing; example i has loss i."""
     params = {"w": jnp.zeros(8)}
     plan = make_plan(params, make_mesh("2x4"))
-    rows = Rows(loss=np.arange(examples, dtype=np.float32), weight=np.ones(examples, np.float32))
-    step, stored = eval_step(weighted, plan), plan.place(params)
-    share = evaluation_batches(rows, global_batch=8, **process_share(plan.mesh))
-    results = jax.device_get([step(stored, place(batch, plan)) for batch in share])
-    return [float(sum(s for s, _ in results)), float(sum(w for _, w in results)), len(results)]
+    step, stored, seen = eval_step(weighted, plan), plan.place(params), []
+    for examples in sizes:
+        rows = Rows(loss=np.arange(examples, dtype=np.float32), weight=np.ones(examples, np.float32))
+        share = evaluation_batches(rows, global_batch=8, **process_share(plan.mesh))
+        results = jax.device_get([step(stored, place(batch, plan)) for batch in share])
+        seen.append([float(sum(s for s, _ in results)), float(sum(w for _, w in results)), len(results)])
+    return seen
 
 
 def learning_rates() -> list[float]:

@@ -191,6 +191,7 @@ def test_gpus_that_cannot_be_dealt_out_are_refused():
 def launch(count: int, *words: str, timeout: float = 240) -> subprocess.CompletedProcess:
     """Start processes on simulated devices, as a user does."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as in this process, see conftest.py
     command = [sys.executable, "-m", "jfsdp.launch", "--nproc", str(count), *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
@@ -375,6 +376,7 @@ def options(tmp_path) -> list[str]:
     return words.split()
 
 
+@pytest.mark.slow  # lines and file of two processes are seen in the next test, an index before a warning above
 def test_one_line_per_event(options, tmp_path):
     """C-69: 5 steps by two processes, one metric file, then an error of process 1, with its index."""
     done = launch(2, "-m", "tests.process_faults", "1", "5", "raise", *options, "--metrics", str(tmp_path / "m.jsonl"))
@@ -398,10 +400,19 @@ def steps_of(file: Path) -> dict[int, float]:
 
 
 def test_one_process_that_is_killed_ends_all_and_the_run_goes_on(options, tmp_path):
-    """C-68: gone within 60 s, non-zero, the log names who failed; the last checkpoint is good, here for one process."""
+    """C-68: gone within 60 s, non-zero, the log names who failed; the last checkpoint is good, here for one process.
+
+    C-69: until then, each step of both has one line on the console and one in the one metric file.
+    """
     options += ["--checkpoint", str(tmp_path / "run"), "--save-every", "1"]
-    done = launch(2, "-m", "tests.process_faults", "1", "3", "kill", *options)
+    metrics = "--metrics", str(tmp_path / "m.jsonl")
+    done = launch(2, "-m", "tests.process_faults", "1", "3", "kill", *options, *metrics)
     assert seconds_since_the_fault(tmp_path) < 60
+    shown = re.findall(r"^(?:\[1\] )?step (\d)/9", done.stdout, re.MULTILINE)
+    written = [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    for lines in (list(map(int, shown)), written):
+        assert lines == [1, 2, 3][: max(len(lines), 2)]
+    assert [path.name for path in tmp_path.glob("*.jsonl*")] == ["m.jsonl"]
     first = next(line for line in done.stderr.splitlines() if line.startswith("jfsdp.launch"))
     assert "process 1 was ended by SIGKILL" in first and "ending process 0" in first
     assert done.returncode == 137
