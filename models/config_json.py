@@ -12,7 +12,7 @@ def check_config(
     """Refuse a `config.json` that describes another model than `family`, a file in `models/`.
 
     known: values with which the family computes, by field; a field that is absent or null asks for nothing.
-    needed: fields that hold a number.
+    needed: fields that hold a count.
     Raises: NotImplementedError for another value, ValueError listing `needed` fields that are missing or no number.
     """
     for key, values in known.items():
@@ -26,3 +26,5 @@ def check_config(
         raise ValueError(f"config.json lacks {', '.join(missing)}. Give the file as its checkpoint has it.")
     if wrong := [f"{key} is {said[key]!r}" for key in needed if type(said[key]) not in (int, float)]:
         raise ValueError(f"config.json: {', '.join(wrong)}, which is no number. Give the number, without quotes.")
+    if wrong := [f"{key} is {said[key]}" for key in needed if type(said[key]) is float]:
+        raise ValueError(f"config.json: {', '.join(wrong)}, which is no count. Give a whole number.")

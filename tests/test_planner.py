@@ -40,6 +40,14 @@ def test_json_is_json(capsys):
     assert {"state, zero, SHARD_GRAD_OP whole", "state, zero, SHARD_GRAD_OP at_rest"} <= set(found["published_bytes"])
 
 
+def test_traffic_is_counted_as_papers_do(capsys):
+    _, said, _ = run(capsys, "--json", "--published", "--mesh", "1x64")
+    lines = json.loads(said)["published_bytes"]
+    assert lines["traffic"] == 1.5 * lines["traffic of DDP"]
+    assert lines["traffic, reduced in fp32"] == lines["traffic of DDP, reduced in fp32"] == 8 * 8_030_261_248
+    assert lines["activations, one layer's input"] == 4096 * 4096 * 2
+
+
 def test_recommendations_come_with_reasons(capsys):
     code, said, _ = run(capsys, "--recommend", "--mesh", "1x8", "--model", "llama3-1b")
     assert code == 0 and "One GPU is enough" in said and "fastest that fits" in said
@@ -58,6 +66,9 @@ def test_a_config_json_is_a_model(capsys, tmp_path):
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, said, _ = run(capsys, "--model", str(tmp_path / "config.json"), "--mesh", "1x2", "--seq-len", "4096")
+    (tmp_path / "odd.json").write_text(json.dumps(config | {"num_hidden_layers": 2.5}))
+    refused = run(capsys, "--model", str(tmp_path / "odd.json"))
+    assert refused[0] == 2 and "num_hidden_layers is 2.5, which is no count. Give a whole number" in refused[2]
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     assert code == 0 and f"{2 * layer + 2 * 64_000 + 64:,} parameters" in said
 

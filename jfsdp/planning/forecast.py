@@ -13,7 +13,7 @@ from typing import Any
 
 from jfsdp import plan as formulas
 from jfsdp.plan import Kept, Move
-from jfsdp.planning.published import ACCOUNTINGS, Published
+from jfsdp.planning.published import ACCOUNTINGS, Published, activations
 from jfsdp.planning.roofline import Run, Shape, Timing, step_time, tokens_to_hide
 from jfsdp.planning.workload import Workload
 from jfsdp.vocab import STREAM_ABOVE
@@ -197,6 +197,11 @@ class Forecast:
         lines.append(("window, 3 units backward", one.window(backward=True)))
         lines.append(("traffic", one.traffic(strategy)))
         lines.append(("traffic of DDP", one.traffic("NO_SHARD")))
+        lines.append(("traffic, reduced in fp32", one.traffic(strategy, reduce_bytes=4)))
+        lines.append(("traffic of DDP, reduced in fp32", one.traffic("NO_SHARD", reduce_bytes=4)))
+        lines.append(
+            ("activations, one layer's input", activations(self.work.batch, self.work.seq_len, self.shape.width))
+        )
         return list(dict.fromkeys(lines))
 
     def to_json(self) -> dict[str, Any]:
