@@ -365,15 +365,18 @@ def test_a_dry_run_tells_what_was_detected(capsys):
     assert "processes  1 (neither torchrun, Open MPI, Slurm, a Kubernetes job nor" in capsys.readouterr().out
 
 
-@pytest.fixture
-def options(tmp_path) -> list[str]:
+@pytest.fixture(
+    params=["--mesh 1x8", pytest.param("--mesh 2x4 --precision bf16", marks=pytest.mark.slow)],
+    ids=["FULL_SHARD-fp32", "HYBRID_SHARD-bf16"],
+)
+def options(request, tmp_path) -> list[str]:
     """A run that takes seconds, and would take 9 steps."""
     config = dict(model_type="llama", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     config |= dict(num_key_value_heads=1, intermediate_size=32, rms_norm_eps=1e-5)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
-    words = f"--model {tmp_path}/config.json --data {tmp_path}/text.txt --seq-len 32 --held-out 0 --steps 9 --mesh 1x8"
-    return words.split()
+    words = f"--model {tmp_path}/config.json --data {tmp_path}/text.txt --seq-len 32 --held-out 0 --steps 9"
+    return [*words.split(), *request.param.split()]
 
 
 @pytest.mark.slow  # lines and file of two processes are seen in the next test, an index before a warning above
@@ -421,7 +424,8 @@ def test_one_process_that_is_killed_ends_all_and_the_run_goes_on(options, tmp_pa
     assert train.main([*options[:-4], "--metrics", str(tmp_path / "whole.jsonl")]) == 0
     resumed, whole = steps_of(tmp_path / "resumed.jsonl"), steps_of(tmp_path / "whole.jsonl")
     assert min(resumed) in (2, 3, 4) and max(resumed) == 9
-    assert resumed == pytest.approx({step: whole[step] for step in resumed}, rel=1e-6)  # gloo adds in another order
+    rel = 1e-3 if "bf16" in options else 1e-6  # gloo adds in another order
+    assert resumed == pytest.approx({step: whole[step] for step in resumed}, rel=rel)
 
 
 @pytest.mark.slow  # like a process that is killed, and like test_one_line_per_event, up to which process it is
@@ -476,11 +480,11 @@ def test_kills_of_one_process_or_the_other_change_nothing(options, tmp_path, mon
 
 @pytest.mark.slow
 def test_consolidated_save_does_not_multiply_host_memory(tmp_path):
-    """C-37: 256 MiB in 64 tensors, by two processes. None grows by half of it: a tensor, and some chunks."""
+    """C-37: 256 MiB in 64 tensors, by two processes. A tensor and some chunks: 64 MiB in the one that writes none."""
     done = launch(2, "-m", "tests.process_memory", str(tmp_path), timeout=500)
     assert done.returncode == 0, done.stderr
     grown = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
-    assert max(grown) < 128 << 20
+    assert grown[0] < 128 << 20 and grown[1] < 64 << 20
     files = list((tmp_path / "model").glob("*.safetensors"))
     assert sum(file.stat().st_size for file in files) >= 256 << 20
 
