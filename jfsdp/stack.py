@@ -115,7 +115,7 @@ class _Stack:
         mine = [at(w, unit) for w in shards]
         gather = collectives.gather_again if again else collectives.gather
         with jax.named_scope("gather"):
-            return gather(mine if after is None else _not_before(after, mine), self.layouts)
+            return gather(_not_before(after, mine), self.layouts)
 
     def forward(
         self, shards: Arrays, x: Arrays, inputs: Arrays, shared: Arrays, wanted=None
@@ -182,14 +182,14 @@ class _Stack:
             ],
         )
 
-        def unit(state: _Back, i: Index, kept, given, to_out):
-            """Gather below, reduce above, compute the gradient of unit i."""
+        def unit(state: _Back, i: Index, kept, given, to_out, after: Arrays | None = None):
+            """Gather below (not before `after`), reduce above, compute the gradient of unit i."""
             activations, weights = kept
             queue = [weights] if self.keeps else state.queue or [self.fetch(saved.shards, i, again=self.frees)]
             if self.frees and self.depth:
                 below = i - self.depth  # clamped at the end: Note [The one unused gather]
                 below = max(below, 0) if isinstance(i, int) else jnp.maximum(below, 0)
-                queue = [*queue, self.fetch(saved.shards, below, again=True)]
+                queue = [*queue, self.fetch(saved.shards, below, again=True, after=after)]
             waiting = reducer.advance(state.waiting, i)
             to_weights, to_x, to_shared, to_given = self.split.pullback(
                 queue[0], activations, shared, given, [*state.cotangent, *to_out]
@@ -200,10 +200,10 @@ class _Stack:
         to_tail = []
         for i in reversed(range(self.tail_start, self.num_layers)):
             activations, weights = saved.tail[i - self.tail_start]
-            if i < self.num_layers - 1:
-                activations = _not_before(state.cotangent, activations)
+            after = None if i == self.num_layers - 1 else state.cotangent
+            kept = (_not_before(after, activations), weights)
             given, to_out = [at(a, i) for a in inputs], [at(o, i) for o in to_outs]
-            state, to_given = unit(state, i, (activations, weights), given, to_out)
+            state, to_given = unit(state, i, kept, given, to_out, after)
             to_tail.insert(0, to_given)
         to_loop = None
         if self.tail_start:
@@ -385,9 +385,12 @@ def _fill(old: Arrays, new: Arrays) -> Arrays:
     return [next(given) if is_floating(a) else a for a in old]
 
 
-def _not_before(cotangent: Arrays, arrays: Arrays) -> Arrays:
-    """What a unit computes or gathers again from, not before a cotangent is there. Outside a loop XLA would merge that
-    with the forward pass and keep the result meanwhile; for the last unit, whose backward pass comes next, it may."""
+def _not_before(cotangent: Arrays | None, arrays: Arrays) -> Arrays:
+    """What a unit computes or gathers again from, not before a cotangent is there; None waits for nothing. Outside a
+    loop XLA would merge that with the forward pass, or gather when the step begins, and keep the result meanwhile. For
+    the last unit, whose backward pass comes next, it may."""
+    if cotangent is None:
+        return arrays
     wait = [is_floating(a) and not is_on_host(a) for a in arrays]
     late = order.after([order.ticket(cotangent)], [a for a, waits in zip(arrays, wait) if waits])
     return [late.pop(0) if waits else a for a, waits in zip(arrays, wait)]

@@ -84,7 +84,6 @@ class TestWhatOptionsCost:
         whole, shards = (temporary(rows=32, accumulate=4, no_sync=no_sync)[1] for no_sync in (True, False))
         assert UNITS * 7 / 8 <= whole - shards <= UNITS + 1.25
 
-
     def test_bf16_activations_are_stacked_without_a_wide_copy_of_the_stack(self):
         """A CPU would turn all layers into fp32 and back to write one."""
         saved = f"[{UNITS - 1},8,128]"
