@@ -81,9 +81,9 @@ def _attend(q: Array, k: Array, v: Array, starts: Array, index: Array) -> Array:
     scores = jnp.einsum("bckgh,btkh->bkcgt", q, k, preferred_element_type=wide(q.dtype))
     key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :]
     seen = (starts[:, :, None] <= key) & (key <= index[:, :, None])
-    # Added, as `where` over the scores would have a constant of their size, which XLA may keep through a whole step.
-    mask = jnp.where(seen, 0, jnp.asarray(-1e30, scores.dtype))
-    scores = scores * q.shape[-1] ** -0.5 + mask[:, None, :, None, :]
+    # XLA's GPU compiler writes the -1e30 as an array of the scores' size. A mask that is added saves it, but then a
+    # gather of the 1B shape has nothing beside it (4,104 instead of 4,135 MiB, 320 instead of 298 us exposed; 0.10.2).
+    scores = jnp.where(seen[:, None, :, None, :], scores * q.shape[-1] ** -0.5, -1e30)
     probabilities = jax.nn.softmax(scores).astype(v.dtype)
     if platform() == "cpu":
         # Asked for c first, a CPU transposes an operand of the scores' size: a quarter of the time of attention (fp32,
