@@ -10,8 +10,9 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
-# LLVM makes loops fast that run for microseconds here, and takes half of each compilation. The HLO programs, which the
-# audits read, are the same without. Commands in processes of their own compile as users' do.
+# LLVM makes loops fast that run for microseconds here, and takes a third of each compilation. The HLO programs, which
+# the audits read, are the same without. Commands in processes of their own, but for those of test_processes.py,
+# compile as users' do.
 jax.config.update("jax_disable_most_optimizations", True)
 
 
