@@ -11,14 +11,15 @@ A checkpoint is written under another name and renamed once it is complete. Name
 are logical: whatever mesh, strategy and padding there were, nothing of them is in the arrays.
 
 Note [Damage]
-Before anything is read, the size of every file is compared with what was written; while it is read, each chunk with
-its checksum; and once it is on the devices, each leaf with its content hash. The automatic choice of a checkpoint to
-go on from falls back to an older one only for damage. A checkpoint that does not fit the model is an error: an older
-one would not fit either.
+Before anything is read, jfsdp.json is compared with its own checksum, which covers those of the processes' tables, and
+the size of every file with what was written; while it is read, each chunk with its checksum; and once it is on the
+devices, each leaf with its content hash. The automatic choice of a checkpoint to go on from falls back to an older one
+only for damage. A checkpoint that does not fit the model is an error: an older one would not fit either.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -93,9 +94,13 @@ class Metadata:
     """Whatever else the run wants back, as JSON."""
     files: dict[str, int] = field(default_factory=dict)
     """Size of every file."""
+    tables: dict[str, str] = field(default_factory=dict)
+    """Checksum of each process's table, in a local checkpoint."""
     versions: dict[str, str] = field(default_factory=dict)
     saved_at: str = ""
     format: str = "jfsdp-checkpoint-1"
+    checksum: str = ""
+    """Of everything else in jfsdp.json; see `_checksum`."""
 
     def where(self) -> str:
         """What it was saved on, in words."""
@@ -146,7 +151,10 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     name = f"process_{jax.process_index():05}"
     table = {}
     if jax.process_index() < found.processes:
-        table = json.loads((path / _LOCAL / f"{name}.json").read_text())
+        content = (path / _LOCAL / f"{name}.json").read_bytes()
+        if found.tables and found.tables.get(name) != _sha256(content):
+            raise DamagedCheckpoint(f"{path}: file {_LOCAL}/{name}.json is not what was written. {_USE_ANOTHER}")
+        table = json.loads(content)
     dtypes = {n: np.dtype(leaf.dtype) for n, leaf in found.leaves.items()}
     return Checkpoint(path, found, store.LocalReader(path / _LOCAL / f"{name}.bin", table, dtypes))
 
@@ -170,6 +178,9 @@ def read_metadata(path: Path) -> Metadata:
             raise ValueError("it was not written by jfsdp")
         if found["format"] != Metadata.__dataclass_fields__["format"].default:
             raise ValueError(f"its format {found['format']} is of another version of jfsdp ({found.get('versions')})")
+        # Those saved before it was there have none.
+        if "checksum" in found and found["checksum"] != _checksum(found):
+            raise ValueError("its checksum differs from what was written")
         leaves = {n: Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for n, leaf in found["leaves"].items()}
         return Metadata(**{**found, "leaves": leaves})
     except FileNotFoundError as error:
@@ -178,6 +189,15 @@ def read_metadata(path: Path) -> Metadata:
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path / _MARK} cannot be understood: {error}. {_USE_ANOTHER}") from error
+
+
+def _checksum(found: Mapping[str, Any]) -> str:
+    """Of jfsdp.json as Python values, the checksum left out: spaces and the order of keys do not count."""
+    return _sha256(json.dumps({k: v for k, v in found.items() if k != "checksum"}, sort_keys=True).encode())
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def steps_in(run: Path) -> list[int]:
@@ -288,9 +308,11 @@ def complete(folder: Path, metadata: Metadata, leaves: dict[str, Leaf]) -> None:
     leaves = {n: replace(leaf, hash=_hex(sum(part[n] for part in parts))) for n, leaf in leaves.items()}
     files = sorted(p for part in (_ARRAYS, _LOCAL) for p in (folder / part).rglob("*") if p.is_file())
     sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
-    text = json.dumps(asdict(replace(metadata, leaves=leaves, files=sizes)), indent=1)
+    tables = {p.stem: _sha256(p.read_bytes()) for p in files if p.parent.name == _LOCAL and p.suffix == ".json"}
+    # Through JSON once, so that what is summed is what will be read: tuples are lists there.
+    found = json.loads(json.dumps(asdict(replace(metadata, leaves=leaves, files=sizes, tables=tables))))
     with (folder / _MARK).open("w") as file:
-        file.write(text)
+        json.dump({**found, "checksum": _checksum(found)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
@@ -338,7 +360,7 @@ def restore(path: str | os.PathLike, like, *, partial: bool = False, cast: bool 
     cast: convert to the dtypes of `like` where the checkpoint has others, and log it.
     Raises: ValueError listing what does not fit, DamagedCheckpoint for values that are not what was saved.
     """
-    found = open_checkpoint(path)
+    found = read_together(lambda: open_checkpoint(path), path)
     plan = getattr(like, "plan", None)
     wanted = named_arrays(like, plan)
     _check_generator(found)
@@ -349,7 +371,7 @@ def restore(path: str | os.PathLike, like, *, partial: bool = False, cast: bool 
     targets = [
         store.Target(n, wanted.shapes[n], tuple(v.shape), v.sharding) for n, v in wanted.values.items() if n in names
     ]
-    restored = dict(zip(names, _together(lambda: store.to_devices(targets, found.read), found.path)))
+    restored = dict(zip(names, read_together(lambda: store.to_devices(targets, found.read), found.path)))
     _check_hashes(found, restored, wanted.shapes)
     flat, tree = jax.tree_util.tree_flatten_with_path(like)
     leaves = []
@@ -440,7 +462,7 @@ def _check_hashes(found: Checkpoint, restored: dict[str, jax.Array], shapes) -> 
         )
 
 
-def _together(read, path: Path):
+def read_together(read: Callable, path: str | os.PathLike):
     """Run `read` in every process; where one fails, all do, so that none is left waiting."""
     error, result = None, None
     try:

@@ -31,6 +31,7 @@ from jfsdp.checkpoint import (
     named_arrays,
     open_checkpoint,
     read_metadata,
+    read_together,
     restore,
     step_folder,
     steps_in,
@@ -182,7 +183,7 @@ class Checkpoints:
         damaged: list[str] = []
         for candidate in [path] if path is not None else map(self.path, reversed(steps_in(self.folder))):
             try:
-                found = open_checkpoint(candidate)
+                found = read_together(lambda at=candidate: open_checkpoint(at), candidate)
                 state = restore(found.path, like, **options)
             except DamagedCheckpoint as error:
                 if path is not None:

@@ -264,6 +264,7 @@ def write_local(path: Path, arrays: Sequence[HostArray]) -> dict[str, list]:
                 table[array.name].append([[[s.start, s.stop] for s in where], file.tell()])
                 file.write(values.reshape(-1).view(np.uint8).data)
         file.flush()
+        os.fsync(file.fileno())
     return dict(table)
 
 

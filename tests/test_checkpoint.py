@@ -369,6 +369,14 @@ def test_background_save_sees_one_step(tmp_path, kind):
 # Damage
 
 
+def rewrite(path, change):
+    """Another checkpoint with the same arrays: its checksum is left out, as before there were any."""
+    meta = json.loads((path / "jfsdp.json").read_text())
+    change(meta)
+    del meta["checksum"]
+    (path / "jfsdp.json").write_text(json.dumps(meta))
+
+
 def largest(path):
     files = [p for p in (path / "arrays").rglob("*") if p.is_file() and p.name != "zarr.json"]
     return max(files, key=lambda p: p.stat().st_size)
@@ -396,6 +404,15 @@ def cut_mark(path):
     return "jfsdp.json"
 
 
+def change_mark(path):
+    """A digit of what is plain text: another step, another place in the data, and all the rest in order."""
+    text = (path / "jfsdp.json").read_text()
+    changed = text.replace('"step": 3,', '"step": 4,')
+    assert changed != text
+    (path / "jfsdp.json").write_text(changed)
+    return "jfsdp.json"
+
+
 def flip(path):
     file = largest(path)
     content = bytearray(file.read_bytes())
@@ -412,12 +429,11 @@ def exchange(path):
     return "opt_state.0.mu.blocks.w"
 
 
-@pytest.mark.parametrize("damage", [cut_in_half, remove, remove_mark, cut_mark, flip, exchange])
+@pytest.mark.parametrize("damage", [cut_in_half, remove, remove_mark, cut_mark, change_mark, flip, exchange])
 def test_damage_is_an_error_by_name_and_a_fallback_for_automatic_resume(copy, caplog, damage):
     """C-46: restoring by name fails and names the file; the automatic choice falls back to step 2 with one warning."""
     run_, path, wanted = copy
-    older = shutil.copytree(path, run_ / "step_00000002") / "jfsdp.json"
-    older.write_text(older.read_text().replace('"step": 3,\n "leaves"', '"step": 2,\n "leaves"'))
+    rewrite(shutil.copytree(path, run_ / "step_00000002"), lambda meta: meta.update(step=2))
     named = damage(path)
     with pytest.raises(DamagedCheckpoint) as error:
         restore(path, wanted)
@@ -515,9 +531,7 @@ def test_another_dtype_needs_an_option(run, caplog):
 def test_another_random_generator_is_refused(copy):
     """C-31: JAX's settings, and the kind of the key itself (C-59)."""
     _, path, wanted = copy
-    meta = json.loads((path / "jfsdp.json").read_text())
-    meta["generator"]["jax_threefry_partitionable"] = False
-    (path / "jfsdp.json").write_text(json.dumps(meta))
+    rewrite(path, lambda meta: meta["generator"].update(jax_threefry_partitionable=False))
     with pytest.raises(ValueError, match="saved with jax_threefry_partitionable False .here True.*JAX_THREEFRY_"):
         restore(path, wanted)
 
@@ -546,7 +560,13 @@ def test_local_checkpoint_restores_on_the_same_devices_only(tmp_path, run):
         here_ = places[mesh] if strategy is None else f"mesh {mesh}, {strategy}, 1 process"
         with pytest.raises(ValueError, match=f"of {places[run[3]['mesh']]}, and this run has {here_}"):
             restore(tmp_path, like(mesh, strategy, moment=run[3].get("moment")))
-    file = tmp_path / "step_00000003" / "local" / "process_00000.bin"
+    file = tmp_path / "step_00000003" / "local" / "process_00000.json"
+    table = file.read_text()
+    file.write_text(table.replace("0", "1", 1))
+    with pytest.raises(DamagedCheckpoint, match="local/process_00000.json is not what was written"):
+        restore(tmp_path, TrainState.abstract(tx, plan))
+    file.write_text(table)
+    file = file.with_suffix(".bin")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
