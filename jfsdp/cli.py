@@ -29,7 +29,7 @@ from jfsdp.data import BYTE_VOCAB, Packed, check_portions, load
 from jfsdp.families import Model, find_model
 from jfsdp.instructions import Answers, is_instructions, load_instructions
 from jfsdp.lora import LoraOptions, add_lora, parse_lora
-from jfsdp.mesh import make_mesh, parse_mesh, process_share, simulate_devices
+from jfsdp.mesh import MOST_SIMULATED, make_mesh, parse_mesh, process_share, simulate_devices
 from jfsdp.metrics import JsonLines, TensorBoard, Writer
 from jfsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from jfsdp.options import CheckpointConfig, DataConfig, DeviceConfig, ModelConfig, TrainConfig
@@ -259,6 +259,11 @@ def start(config: DeviceConfig, num_processes: int = 1) -> Mesh:
     replica, shard = parse_mesh(config.mesh, max(wanted, num_processes))
     count = replica * shard if config.simulate is None else wanted
     own, rest = divmod(count, num_processes)
+    if own > MOST_SIMULATED:
+        raise ValueError(
+            f"{count} devices over {num_processes} process{'es' * (num_processes > 1)} are more than the "
+            f"{MOST_SIMULATED} that one can have. Use a smaller mesh; `jfsdp plan` needs no devices."
+        )
     if config.simulate is not None:
         if rest:
             raise ValueError(

@@ -77,6 +77,7 @@ def refused(capsys, monkeypatch):
     ("4x8", "needs 32 devices and 8 are present"),
     ("3x3", "needs 9 devices and 8 are present"),
     ("0x8", "has 0 x 8 = 0 devices and 8 are present"),
+    ("1x100000", "100000 devices over 1 process are more than the 4096 that one can have"),
     ("1x4", "uses 4 of the 8 devices present. .* --allow-idle"),
     ("8by1", "mesh '8by1' is not understood"),
 ])

@@ -202,5 +202,5 @@ def test_simulated_devices_asked_for_too_late_are_refused():
 
 
 def test_simulated_devices_count_from_one():
-    with pytest.raises(ValueError, match="cannot simulate 0 devices; ask for 1 or more"):
+    with pytest.raises(ValueError, match="cannot simulate 0 devices in a process; ask for 1 to 4096"):
         simulate_devices(0)
