@@ -387,9 +387,9 @@ def config_from(hf: Mapping[str, Any]) -> Config:
     kind = said.get("model_type", "llama")
     is_mixture = kind == "qwen3_moe"
     names = {**_HF_FIELDS, **(_HF_WIDTH_OF_EXPERTS if is_mixture else {})}
-    needed = [*names.values(), *(f.name for f in stretch if f.default is MISSING)]
-    needed += EXPERTS_NEED if is_mixture else ()
-    check_config(said, _HF_KNOWN, needed, family="models/llama.py")
+    counts = [*names.values(), *(EXPERTS_NEED if is_mixture else ())]
+    stretched = [f.name for f in stretch if f.default is MISSING]
+    check_config(said, _HF_KNOWN, counts, stretched, family="models/llama.py")
     return Config(
         **{ours: said[theirs] for ours, theirs in names.items()},
         num_kv_heads=said.get("num_key_value_heads") or said["num_attention_heads"],
