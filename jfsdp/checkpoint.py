@@ -351,8 +351,8 @@ def describe(state, plan: Plan | None, kind: str, **what) -> Metadata:
 # Restoring
 
 
-def restore(path: str | os.PathLike, like, *, partial: bool = False, cast: bool = False):
-    """The state saved at `path` (a checkpoint, or a run's folder: its newest one), placed as `like` is.
+def restore(path: str | os.PathLike | Checkpoint, like, *, partial: bool = False, cast: bool = False):
+    """The state saved at `path` (a checkpoint, opened or not, or a run's folder: its newest one), placed as `like` is.
 
     like: `TrainState.abstract(tx, plan)` or a real state: names, shapes, dtypes and shardings to restore to. Any mesh
         and strategy will do for a sharded checkpoint; a local one needs those that it was saved with.
@@ -360,7 +360,7 @@ def restore(path: str | os.PathLike, like, *, partial: bool = False, cast: bool 
     cast: convert to the dtypes of `like` where the checkpoint has others, and log it.
     Raises: ValueError listing what does not fit, DamagedCheckpoint for values that are not what was saved.
     """
-    found = read_together(lambda: open_checkpoint(path), path)
+    found = path if isinstance(path, Checkpoint) else read_together(lambda: open_checkpoint(path), path)
     plan = getattr(like, "plan", None)
     wanted = named_arrays(like, plan)
     _check_generator(found)

@@ -118,7 +118,7 @@ def memory(
     at_work = max((one.backward + (one.again if schedule.late_reduce else 0) for one in layers), default=0)
     saved = sum((one.count - 1) * one.saved for one in layers)
     gathered, in_flight = (k.bytes for k in window)
-    beside = min(unit_bytes(plan), gathered) if _frees(plan) else gathered
+    weights = min(unit_bytes(plan), gathered) if _frees(plan) else gathered
     kept = [
         Kept("parameters", device_bytes(state.params), "stored shards, masters of what is trained"),
         Kept("optimizer", device_bytes(state.opt_state), "its own state, sharded as the parameters"),
@@ -132,8 +132,8 @@ def memory(
         *window,
         Kept(
             "layers at work",
-            max(0.0, at_work + beside - gathered - in_flight),
-            f"{at_work / 2**20:,.1f} MiB and {beside / 2**20:,.1f} of weights, less the units and gradients above",
+            max(0.0, at_work + weights - gathered - in_flight),
+            f"{at_work / 2**20:,.1f} MiB and {weights / 2**20:,.1f} of weights, less the units and gradients above",
         ),
         Kept("next micro-batch", saved if accumulate > 2 else 0, "room for what its layers save"),
         Kept("vocabulary", sum(_table_copy(leaf, plan) for leaf in plan.leaves), "a shard of the table, transposed"),

@@ -184,7 +184,7 @@ class Checkpoints:
         for candidate in [path] if path is not None else map(self.path, reversed(steps_in(self.folder))):
             try:
                 found = read_together(lambda at=candidate: open_checkpoint(at), candidate)
-                state = restore(found.path, like, **options)
+                state = restore(found, like, **options)
             except DamagedCheckpoint as error:
                 if path is not None:
                     raise

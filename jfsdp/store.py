@@ -348,8 +348,8 @@ def content_hashes(arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[i
     """Start hashing each array within its logical shape; what comes back gives this process's part of each, an int.
 
     A background thread may ask for it, when the arrays are donated already. The parts of all processes add up, modulo
-    2^32, to the hash. On CPUs NumPy computes it from the devices' own memory, only when it is asked for and in less
-    than half of the time that XLA takes there; other devices begin at once.
+    2^32, to the hash. On CPUs NumPy computes it from the devices' own memory, on one core and only when it is asked
+    for, as simulated devices would do so before the next step; other devices begin at once.
     """
     on_cpus = all(d.platform == "cpu" for x in arrays.values() for d in x.sharding.device_set)
     return (_hash_on_host if on_cpus else _hash_on_devices)(arrays, shapes)

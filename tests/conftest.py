@@ -16,6 +16,14 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture(scope="class")
+def compiled_as_for_users():
+    """For what is compared to the last bits, which are a matter of the compiler's settings."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _eight_devices():
     assert jax.device_count() == 8, f"the tests need 8 simulated devices and JAX started {jax.device_count()}"

@@ -85,15 +85,8 @@ class TestUnits:
         assert plan_module(Huge, mesh=submesh("1x8")).num_params == 1 << 40
 
 
+@pytest.mark.usefixtures("compiled_as_for_users")
 class TestStart:
-    @pytest.fixture(scope="class", autouse=True)
-    @staticmethod
-    def compiled_as_for_users():
-        """Whether values agree to the last bit is a matter of the compiler's settings."""
-        jax.config.update("jax_disable_most_optimizations", False)
-        yield
-        jax.config.update("jax_disable_most_optimizations", True)
-
     @pytest.fixture(scope="class")
     @staticmethod
     def alone(compiled_as_for_users):
