@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ import numpy as np
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 << 30
 """A file of a set is at most this large, as on the Hugging Face hub, unless one tensor is larger."""
+
+PART = ".part"
+"""What the name of a file that is not complete ends with."""
 
 _DTYPES = {
     "F64": np.float64,
@@ -100,13 +104,14 @@ def write_safetensors(
 ) -> list[Path]:
     """Write tensors as `stem.safetensors`, or as `stem-00001-of-0000N.safetensors` with an index; gives the files.
 
-    Each is fetched when its turn comes, in order, and let go. A file appears under its name once it is complete, and
-    the index once all files are there.
+    Each is fetched when its turn comes, in order, and let go. Files appear under their names once all are complete, the
+    index last, and what else a set of this stem left in the folder goes. A failure before that leaves nothing behind.
 
     aliases: other names of tensors that are written once (tied weights), `{other: written}`; kept in the metadata of
         the files, as `safetensors.torch` does, and of the index.
     is_writer: False fetches everything and writes nothing: fetching may be a collective that all processes join.
-    Raises: ValueError when a name comes twice, an alias means nothing, or what was fetched is not what was announced.
+    Raises: ValueError when a name comes twice, an alias means nothing, or what was fetched is not what was announced;
+        OSError that names the file that the file system refused, and its bytes.
     """
     folder, entries, aliases = Path(folder), list(entries), dict(aliases or {})
     names = {entry.name for entry in entries}
@@ -118,26 +123,85 @@ def write_safetensors(
     else:
         files = [folder / f"{stem}-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     if is_writer:
-        folder.mkdir(parents=True, exist_ok=True)
-    for path, group in zip(files, groups):
-        here = {other: name for other, name in aliases.items() if name in {entry.name for entry in group}}
-        _write_file(path, group, {"format": "pt", **here}, is_writer)
-    if len(groups) > 1 and is_writer:
-        total = sum(_nbytes(entry) for entry in entries)
-        index = {
-            "metadata": {"total_size": total, **({"aliases": aliases} if aliases else {})},
-            "weight_map": {entry.name: path.name for path, group in zip(files, groups) for entry in group},
-        }
-        text = json.dumps(index, indent=2) + "\n"
-        write_text(folder / f"{stem}.safetensors.index.json", text)
+        _make_folder(folder)
+    index = folder / f"{stem}.safetensors.index.json"
+    written = [*files, index] if len(groups) > 1 else files
+    with _removed_on_failure(written if is_writer else ()):
+        for path, group in zip(files, groups):
+            here = {other: name for other, name in aliases.items() if name in {entry.name for entry in group}}
+            _write_file(path, group, {"format": "pt", **here}, is_writer)
+        if index in written and is_writer:
+            total = sum(_nbytes(entry) for entry in entries)
+            content = {
+                "metadata": {"total_size": total, **({"aliases": aliases} if aliases else {})},
+                "weight_map": {entry.name: path.name for path, group in zip(files, groups) for entry in group},
+            }
+            _write_text(index, json.dumps(content, indent=2) + "\n")
+    if is_writer:
+        _put_in_place(folder, written, index, stem)
     return files
 
 
+def _make_folder(folder: Path) -> None:
+    """Raises: OSError in words where there is no folder and none can be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"the folder {folder} cannot be made: {error.strerror}. Name another one.") from error
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a small file so that it is there completely or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
+    """Write a small file so that it is there completely or not at all.
+
+    Raises: OSError that names it, and its bytes.
+    """
+    with _removed_on_failure([path]):
+        _write_text(path, text)
+    _part(path).replace(path)
+
+
+def _put_in_place(folder: Path, written: list[Path], index: Path, stem: str) -> None:
+    """Give complete files their names. An index of another set goes first: it would name tensors of both."""
+    index.unlink(missing_ok=True)
+    for path in written:
+        _part(path).replace(path)
+    of_a_set = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?({re.escape(PART)})?")
+    for path in folder.iterdir():
+        if of_a_set.fullmatch(path.name) and path not in written:
+            path.unlink()
+
+
+def _part(path: Path) -> Path:
+    """What a file is called until it is complete."""
+    return path.with_name(path.name + PART)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with _tells_of(path, len(text.encode())):
+        _part(path).write_text(text)
+
+
+@contextmanager
+def _removed_on_failure(paths: Iterable[Path]) -> Iterator[None]:
+    """What is half written goes: it would keep a disk full."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            _part(path).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _tells_of(path: Path, size: int) -> Iterator[None]:
+    """What the file system refuses is told with the file that it was for."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path}, a file of {size:,} bytes, could not be written: {error.strerror}. Make room, or name another "
+            "folder."
+        ) from error
 
 
 def _read_header(path: Path) -> dict[str, Tensor]:
@@ -178,6 +242,7 @@ def _nbytes(entry: Entry) -> int:
 
 
 def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str], is_writer: bool) -> None:
+    """Write a file under the name that it has until all of its set are complete."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for entry in entries:
@@ -185,10 +250,10 @@ def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str], is_w
         header[entry.name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [first, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") if is_writer else nullcontext() as file:
+    size = 8 + len(text) + end
+    with _opened(path, size) if is_writer else nullcontext() as write:
         if is_writer:
-            file.write(len(text).to_bytes(8, "little") + text)
+            write(len(text).to_bytes(8, "little") + text)
         for entry in entries:
             value = np.asarray(entry.fetch())
             if value.shape != tuple(entry.shape) or value.dtype != np.dtype(entry.dtype):
@@ -197,10 +262,23 @@ def _write_file(path: Path, entries: list[Entry], metadata: dict[str, str], is_w
                     f"{value.dtype.name}{list(value.shape)}."
                 )
             if is_writer:
-                file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+                write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             del value  # before the next one is fetched
-        if is_writer:
-            file.flush()
+
+
+@contextmanager
+def _opened(path: Path, size: int) -> Iterator[Callable[[Any], None]]:
+    """A function that writes bytes to the file; they are on the disk when the block ends."""
+    with _tells_of(path, size):
+        file = _part(path).open("wb", buffering=0)
+
+    def write(content: Any) -> None:
+        left = memoryview(content)
+        with _tells_of(path, size):
+            while left:
+                left = left[file.write(left) :]
+
+    with file:
+        yield write
+        with _tells_of(path, size):
             os.fsync(file.fileno())
-    if is_writer:
-        part.replace(path)

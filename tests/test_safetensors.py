@@ -1,6 +1,7 @@
 """The safetensors format: equal to what the `safetensors` package reads and writes, one tensor in memory at a time."""
 
 import json
+import resource
 import tracemalloc
 
 import ml_dtypes
@@ -96,7 +97,49 @@ def test_a_fetch_that_fails_leaves_no_file_under_its_name(tmp_path):
 
     with pytest.raises(RuntimeError, match="gone"):
         write_safetensors(tmp_path, [Entry("a", (2,), np.float32, fail)])
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert not list(tmp_path.iterdir())
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_the_set_that_was_there(tmp_path):
+    write_safetensors(tmp_path, entries(values()), max_file_bytes=64)
+    before = contents(tmp_path)
+    third = sorted(before)[2]
+    (tmp_path / f"{third}.part").symlink_to("/dev/full")
+    with pytest.raises(OSError) as error:
+        write_safetensors(tmp_path, entries({name: a[::-1] for name, a in values().items()}), max_file_bytes=64)
+    assert f"{third}, a file of {len(before[third])} bytes, could not be written" in str(error.value)
+    assert "No space left on device. Make room, or name another folder" in str(error.value)
+    assert contents(tmp_path) == before
+
+
+def test_a_file_that_cannot_grow_is_told_with_its_bytes_and_goes(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match=r"a file of 4,194,\d\d\d bytes, could not be written: File too large. Make"):
+            write_safetensors(tmp_path, [Entry("a", (1 << 20,), np.float32, lambda: np.ones(1 << 20, np.float32))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_is_refused_in_words(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file/out cannot be made: Not a directory. Name another one"):
+        write_safetensors(tmp_path / "file/out", entries(values()))
+
+
+def test_a_new_set_takes_the_place_of_an_old_one_and_of_what_a_killed_process_left(tmp_path):
+    write_safetensors(tmp_path, entries(values()), max_file_bytes=64)
+    for name in ("model.safetensors.part", "model-00001-of-00009.safetensors.part", "model.safetensors.old", "other"):
+        (tmp_path / name).write_text("left")
+    write_safetensors(tmp_path, entries(values(dtypes=["int32"])))
+    assert set(contents(tmp_path)) == {"model.safetensors", "model.safetensors.old", "other"}
+    assert set(read_safetensors(tmp_path)) == {"part.int32"}
 
 
 def test_what_was_not_announced_is_refused(tmp_path):
