@@ -145,7 +145,8 @@ def begin(job: cli.Job, plan: Plan, tx, console: Console) -> tuple[TrainState, M
             params = load_pretrained(folder, plan, job.model.family, start=new_params)
         return TrainState.create(params, tx, plan, seed=job.config.training.seed, ema=ema is not None), None
     like = TrainState.abstract(tx, plan, ema=ema is not None)
-    path = None if job.config.checkpoints.resume == "auto" else job.resume
+    is_own = job.checkpoints is not None and job.resume == job.checkpoints.folder  # then an older one will do
+    path = None if is_own else job.resume
     try:
         if job.checkpoints is not None:
             state, saved = job.checkpoints.restore(like, path=path)
@@ -230,9 +231,10 @@ class Saver:
 
     def _save(self, state: TrainState, metric: float | None = None) -> None:
         job = self._job
-        model, origin = job.config.model, job.config.model.init_from
+        model = job.config.model
         run = dict(training=asdict(job.config.training), model=job.model.name, lora=model.lora)
-        run |= {} if origin is None else dict(init_from=str(origin.absolute()))
+        run |= {} if model.init_from is None else dict(init_from=str(model.init_from.absolute()))
+        run |= {} if job.origin is None else dict(origin=job.origin)
         position = job.batches.state() | {"step": int(state.step)}  # which is behind what is read ahead
         self._checkpoints.save(state, metric=metric, data=position, run=run)
         self._since = time.monotonic()

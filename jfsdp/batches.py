@@ -23,6 +23,7 @@ from jfsdp.data import Packed, Row, check_count
 from jfsdp.sampler import Mixed, MixedOrder, Order
 
 _log = logging.getLogger(__name__)
+_BEGIN_ANEW = "or begin anew: start_at(0), or train.py with --init-from and the checkpoint in place of --resume."
 
 
 class Batches:
@@ -30,7 +31,8 @@ class Batches:
 
     Processes hold blocks of rows in their order, as `jax.make_array_from_process_local_data` expects for a
     mesh in device order. A row of padding is 0 everywhere, so its weights are. In place of `Packed`, anything
-    serves that has a length and whose items are dicts of equally shaped arrays.
+    serves that has a length and whose items are dicts of equally shaped arrays; if it has a `digest` of what is in it
+    and a `name`, a run does not go on with other contents unnoticed.
 
     workers: processes that read ahead; 0 reads when asked. The order is the same.
     Raises: ValueError for fewer examples than a global batch, or a batch that processes cannot share.
@@ -135,12 +137,13 @@ class Batches:
     def state(self) -> dict[str, Any]:
         """Where the run stands and what its order depends on, as JSON: the same in every process."""
         plain = {n: list(v) if isinstance(v, tuple) else int(v) for n, v in asdict(self.order).items()}
-        return {"step": self.step, **plain}
+        source = {"digest": getattr(self._dataset, "digest", None), "source": str(getattr(self._dataset, "name", ""))}
+        return {"step": self.step, **plain, **source}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state()` was taken, on any number of devices and processes.
 
-        Raises: ValueError if the order of examples would not be that of the state.
+        Raises: ValueError if the order of examples, or what they hold, would not be that of the state.
         """
         here = self.state()
         changed = [name for name in asdict(self.order) if state.get(name) != here[name]]
@@ -149,7 +152,14 @@ class Batches:
             found = ", ".join(f"{name} {here[name]}" for name in changed)
             raise ValueError(
                 f"The order of examples was saved with {saved}; this run has {found}. Keep data, seq_len, "
-                f"seed and global batch (by accumulation on fewer devices), or begin anew with start_at(0)."
+                f"seed and global batch (by accumulation on fewer devices), {_BEGIN_ANEW}"
+            )
+        # States saved before there were digests have none.
+        if (digest := state.get("digest")) is not None and here["digest"] not in (None, digest):
+            raise ValueError(
+                f"The saved run learned from {state['source']}, and {here['source']} has as many examples but holds "
+                f"others (digest {here['digest']} instead of {digest}). Keep the data, how they are tokenized and "
+                f"seq_len, {_BEGIN_ANEW}"
             )
         self.start_at(state["step"])
 

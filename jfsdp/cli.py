@@ -34,7 +34,7 @@ from jfsdp.metrics import JsonLines, TensorBoard, Writer
 from jfsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from jfsdp.options import CheckpointConfig, DataConfig, DeviceConfig, ModelConfig, TrainConfig
 from jfsdp.precision import MixedPrecision
-from jfsdp.processes import Group, connect, detect, label, leave
+from jfsdp.processes import Group, check_same, connect, detect, label, leave
 from jfsdp.run_folder import Checkpoints
 from jfsdp.sampler import mix
 from jfsdp.schedule import Schedule
@@ -64,6 +64,8 @@ class Job(NamedTuple):
     """Where the run saves; None saves nothing."""
     resume: Path | None
     """Where it goes on from; None begins at step 0."""
+    origin: str | None
+    """The checkpoint of another run that this one went on from at first, so that the same command does so once."""
     tokenizer: Tokenizer | None
     """None where a token is a byte, or already an id."""
     lora: LoraOptions | None
@@ -111,11 +113,13 @@ def prepare(config: TrainConfig) -> Job:
     c = config.processes
     group = connect(detect(coordinator=c.coordinator, num_processes=c.num_processes, process_id=c.process_id))
     mesh = start(config.devices, group.count)
+    check_same(_shared_options(config))
     precision = MixedPrecision(param_dtype=config.model.precision, reduce_dtype=config.model.reduce_dtype)
     strategy = parse_strategy(config.devices.strategy, mesh)
     devices = mesh.devices.size
     share = devices * max(text.accumulate, 1)
-    checkpoints, resume, saved = (None, None, None) if output.dry_run else _open_checkpoints(config.checkpoints)
+    nothing = (None, None, None, None)
+    checkpoints, resume, origin, saved = nothing if output.dry_run else _open_checkpoints(config.checkpoints)
     batch_size = -(-16 // share) * share if text.batch_size is None else text.batch_size
     if saved is not None and saved.data is not None and text.batch_size is None:
         batch_size = saved.data["global_batch"]  # the run's own, whatever the number of devices now
@@ -140,6 +144,7 @@ def prepare(config: TrainConfig) -> Job:
         batches = Batches(
             rows, global_batch=batch_size, seed=config.training.seed, workers=text.workers, **process_share(mesh)
         )
+        check_same({f"{name} of the data": str(value) for name, value in batches.state().items() if name != "source"})
         if saved is not None and saved.data is not None:
             batches.restore(saved.data)
     writers: list[Writer] = []
@@ -151,7 +156,7 @@ def prepare(config: TrainConfig) -> Job:
     sharding = dict(mesh=mesh, strategy=strategy, **policies)
     sharding |= {} if lora is None else dict(trainable=nnx.LoRAParam)
     schedule = Schedule(prefetch=config.model.prefetch)
-    files = (writers, checkpoints, resume, tokenizer, lora)
+    files = (writers, checkpoints, resume, origin, tokenizer, lora)
     return Job(config, group, model, mesh, sharding, schedule, batch_size, rows, held_out, batches, *files)
 
 
@@ -228,24 +233,38 @@ def _read_mix(words: Sequence[str]) -> tuple[list[Path], list[float]]:
     return paths, weights
 
 
-def _open_checkpoints(config: CheckpointConfig) -> tuple[Checkpoints | None, Path | None, Metadata | None]:
-    """The folder to save in, what to go on from, and what that says of itself."""
-    opened, steps = None, []
+def _open_checkpoints(config: CheckpointConfig) -> tuple[Checkpoints | None, Path | None, str | None, Metadata | None]:
+    """The folder to save in, what to go on from, which run that began with, and what it says of itself."""
+    opened = newest = None
     if config.checkpoint_dir is not None:
         opened = Checkpoints(config.checkpoint_dir, newest=config.keep, kind=config.checkpoint_kind)
-        steps = opened.steps()
-    if config.resume == "auto":
+        newest = opened.newest()
+    own_origin = None if newest is None else newest.run.get("origin")
+    named = None if config.resume in ("auto", "never") else os.path.abspath(config.resume)
+    if config.resume == "auto" or (named is not None and named == own_origin):
         found = opened is not None and opened.has_any()
-        return opened, opened.folder if found else None, opened.newest() if found else None
+        return opened, opened.folder if found else None, own_origin, newest
     resume = saved = None
-    if config.resume != "never":
+    if named is not None:
         resume, saved, _ = open_checkpoint(config.resume)
-    if later := [step for step in steps if saved is None or step > saved.step]:
+    if opened is not None and (later := [step for step in opened.steps() if saved is None or step > saved.step]):
         raise ValueError(
             f"{config.checkpoint_dir} holds checkpoints of step {', '.join(map(str, later))}, which this run would "
             "write again. Name another folder for --checkpoint, move them away, or go on from them with --resume auto."
         )
-    return opened, resume, saved
+    return opened, resume, named, saved
+
+
+_OF_A_HOST = frozenset("init_from data tokenizer mix metrics tensorboard audit_file config".split())
+"""Options that may differ between processes: where a host has its files."""
+
+
+def _shared_options(config: TrainConfig) -> dict[str, str]:
+    """As they are typed, with their values: those that all processes of a run must have been given alike."""
+    groups = (config.devices, config.model, config.data, config.training, config.output, config.checkpoints)
+    options = {name: value for group in groups for name, value in vars(group).items() if name not in _OF_A_HOST}
+    absolute = {name: value.absolute() if isinstance(value, Path) else value for name, value in options.items()}
+    return {f"--{name.replace('_', '-')}": str(value) for name, value in absolute.items()}
 
 
 def start(config: DeviceConfig, num_processes: int = 1) -> Mesh:

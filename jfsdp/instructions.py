@@ -19,11 +19,13 @@ no answer is left.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +58,15 @@ class Answers:
     @property
     def num_tokens(self) -> int:
         return sum(len(one.ids) for one in self.examples)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all conversations as they are learned from, and the length of a row."""
+        found = hashlib.sha256(f"{self.seq_len}".encode())
+        for ids, counts in self.examples:
+            found.update(ids.astype("<u4").data)
+            found.update(counts.astype(np.uint8).data)
+        return found.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.rows)

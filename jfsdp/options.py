@@ -201,7 +201,7 @@ class CheckpointConfig:
     """sharded goes on on any mesh and strategy; local is written faster and goes on on the same only."""
     resume: Annotated[str, arg(metavar="auto|never|PATH")] = "auto"
     """auto goes on from the newest good checkpoint in --checkpoint, if there is one; never begins at step 0; PATH is
-    another checkpoint, or the folder of another run."""
+    another checkpoint, or the folder of another run, until there is one in --checkpoint that came of it."""
     reschedule: bool = False
     """Go on although the learning rate differs from the one that the checkpoint was on its way along."""
 

@@ -339,6 +339,25 @@ def gather(values: Mapping[str, float]) -> dict[str, list[float]]:
     return {name: table[:, i].tolist() for i, name in enumerate(values)}
 
 
+def check_same(values: Mapping[str, str]) -> None:
+    """See that every process has the same value under each name; all must ask, with the same names.
+
+    Raises: ValueError in all of them, with who has what.
+    """
+    if _here.count == 1:
+        return
+    hashes = multihost_utils.process_allgather(np.array([zlib.crc32(v.encode()) for v in values.values()], np.uint32))
+    for (name, value), found in zip(values.items(), hashes.T, strict=True):
+        if (found != found[0]).any():
+            text = np.frombuffer(value.encode()[:256].ljust(256), np.uint8)
+            texts = [bytes(row).decode(errors="replace").rstrip() for row in multihost_utils.process_allgather(text)]
+            told = {said: f"{said or 'nothing'} in process {i}" for i, said in reversed([*enumerate(texts)])}
+            raise ValueError(
+                f"{name} differs between the {_here.count} processes: {', '.join(reversed(told.values()))}. Start all "
+                "with the same options and data."
+            )
+
+
 # Ending together
 
 

@@ -6,18 +6,26 @@ folder into place. What a checkpoint holds, and how it is restored, is `checkpoi
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import math
 import os
 import shutil
+import socket
+import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from jfsdp import store
 from jfsdp.checkpoint import (
@@ -39,6 +47,7 @@ from jfsdp.checkpoint import (
 )
 
 _UNFINISHED, _DELETED, _DAMAGED = ".orbax-checkpoint-tmp", ".deleted", ".damaged"
+_SHOWN_WITHIN_S = 10  # that a network file system shows in one host what another has written
 _log = logging.getLogger(__name__)
 # Orbax logs, with its traceback, what `Checkpoints.check` raises as a SaveError.
 logging.getLogger("absl").addFilter(lambda record: "Commit callback in background save thread" not in str(record.msg))
@@ -55,7 +64,8 @@ class Checkpoints:
 
     newest: how many of the newest to keep; None keeps all. best: how many to keep beside them for their metric.
     kind: "sharded" restores onto any mesh and strategy; "local" is written faster and restores onto the same only.
-    Raises: OSError when the folder cannot be written, ValueError for a setting out of range.
+    Raises: OSError when the folder cannot be written, is not the same in every process, or another run saves in it;
+    ValueError for a setting out of range.
     """
 
     def __init__(self, folder: str | os.PathLike, *, newest: int | None = 3, best: int = 1, kind: str = "sharded"):
@@ -75,8 +85,7 @@ class Checkpoints:
         self._pending: int | None = None
         self._remover = ThreadPoolExecutor(1, "remove")
         self._removals: list[Future] = []
-        if self._is_first:
-            self._prepare()
+        self._lock = self._prepare()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -84,17 +93,60 @@ class Checkpoints:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _prepare(self) -> None:
-        """Make the folder, see that it can be written, and remove what an earlier run left unfinished."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            probe = self.folder / f".writable{_DELETED}"
-            probe.write_bytes(b"x" * 4096)
+    def _prepare(self) -> IO | None:
+        """Make the folder, see that all can use it, and remove what an earlier run left unfinished.
+
+        The first process gets the lock that keeps other runs out until it is closed.
+        """
+        lock, probe = None, self.folder / f".writable{_DELETED}"
+        if self._is_first:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                probe.write_bytes(b"x" * 4096)
+                lock = (self.folder / ".lock").open("ab+", buffering=0)
+                weakref.finalize(self, lock.close)
+            except OSError as error:
+                words = f"checkpoints cannot be written to {self.folder}: {error}"
+                raise OSError(f"{words}. Name another folder.") from error
+        self._check_shared(probe)
+        if self._is_first:
             probe.unlink()
+            self._take(lock)
+            for left in [*self.folder.glob(f"step_*{_UNFINISHED}*"), *self.folder.glob(f"step_*{_DELETED}")]:
+                shutil.rmtree(left, ignore_errors=True)
+        return lock
+
+    def _check_shared(self, probe: Path) -> None:
+        """See that what the first process has written is there for all others; each would write its part elsewhere."""
+        if jax.process_count() == 1:
+            return
+        multihost_utils.process_allgather(np.int32(0))  # written by now
+        deadline = time.monotonic() + _SHOWN_WITHIN_S
+        while not (is_there := probe.exists()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        seen = multihost_utils.process_allgather(np.int32(is_there))
+        if not seen.all():
+            others = ", ".join(map(str, np.flatnonzero(seen == 0)))
+            raise OSError(
+                f"{self.folder} of process 0 is not there for process {others}. Name a folder for checkpoints that all "
+                "hosts share."
+            )
+
+    def _take(self, lock: IO) -> None:
+        """Two runs would remove each other's unfinished saves and write at the same steps."""
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise OSError(f"checkpoints cannot be written to {self.folder}: {error}. Name another folder.") from error
-        for left in [*self.folder.glob(f"step_*{_UNFINISHED}*"), *self.folder.glob(f"step_*{_DELETED}")]:
-            shutil.rmtree(left, ignore_errors=True)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # a file system without locks
+            with lock:
+                lock.seek(0)
+                who = lock.read().decode(errors="replace")
+            words = f"another run saves in {self.folder} ({who})"
+            raise OSError(f"{words}. Let it end, or name another folder.") from error
+        with suppress(OSError):  # no room to say who
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -171,6 +223,8 @@ class Checkpoints:
         finally:
             self._saver.close()
             self._remover.shutdown()
+            if self._lock is not None:
+                self._lock.close()
 
     def restore(self, like, *, path: str | os.PathLike | None = None, **options) -> tuple[Any, Metadata] | None:
         """The newest state that is not damaged, and its metadata; None where there is no checkpoint.

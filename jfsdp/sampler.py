@@ -107,6 +107,16 @@ class Mixed:
     parts: list[Packed]
     weights: list[int]
 
+    @property
+    def name(self) -> str:
+        return " + ".join(str(getattr(part, "name", part)) for part in self.parts)
+
+    @property
+    def digest(self) -> str | None:
+        """Of all parts, in their order; None where one has none."""
+        found = [getattr(part, "digest", None) for part in self.parts]
+        return None if None in found else "-".join(found)
+
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 

@@ -17,7 +17,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jfsdp import cli, processes
+from jfsdp import cli, processes, run_folder
 from jfsdp import mesh as meshes
 from jfsdp.audit import program as audit
 from jfsdp.batches import Batches, evaluation_batches
@@ -61,6 +61,7 @@ def everything(folder: Path) -> dict:
         "evaluations": evaluations(66, 3),
         "rates": learning_rates(),
         "votes": votes(),
+        "refusals": refusals(folder),
     }
 
 
@@ -230,6 +231,22 @@ def votes() -> list:
     is_last = jax.process_index() == jax.process_count() - 1
     answers = [processes.vote(lambda: False)(), processes.vote(lambda: is_last)()]
     return [*answers, processes.gather({"index": jax.process_index(), "seconds": 0.5})]
+
+
+def refusals(folder: Path) -> list[str]:
+    """What is said of an option that differs, of nothing that does, and of folders that are not one."""
+    folder = folder.with_name(f"{folder.name}-of-{min(jax.process_index(), 1)}")
+    said, run_folder._SHOWN_WITHIN_S = [], 0
+    for see in (
+        lambda: processes.check_same({"--steps": "3", "--checkpoint-dir": folder.name}),
+        lambda: processes.check_same({"--steps": "3"}),
+        lambda: Checkpoints(folder),
+    ):
+        try:
+            see()
+        except (ValueError, OSError) as error:
+            said.append(str(error).replace(str(folder), "FOLDER"))
+    return said
 
 
 if __name__ == "__main__":

@@ -134,6 +134,23 @@ def test_c58_another_order_is_refused_with_both_numbers(change, saved, here):
     assert batches.step == 0
 
 
+def test_c58_other_contents_are_refused_and_the_same_elsewhere_go_on():
+    """As many rows of another file; of one that has moved; in a mixture; and what no digest is known of."""
+    ids = np.arange(41) % 9
+    rows, other = packed(ids, 4), packed(ids[::-1], 4)
+    state = json.loads(json.dumps(Batches(rows, global_batch=2).state()))
+    moved = Packed(**{**vars(packed(ids.astype(np.uint16), 4)), "name": "moved"})
+    Batches(moved, global_batch=2).restore({**state, "step": 3})
+    with pytest.raises(ValueError, match=f"learned from ids, and ids has as many .* instead of {rows.digest}.*Keep"):
+        Batches(other, global_batch=2).restore(state)
+    mixed = json.loads(json.dumps(Batches(mix([rows, moved], [1, 2]), global_batch=2).state()))
+    Batches(mix([moved, rows], [1, 2]), global_batch=2).restore(mixed)
+    with pytest.raises(ValueError, match=r"learned from ids \+ moved, and ids \+ ids has"):
+        Batches(mix([rows, other], [1, 2]), global_batch=2).restore(mixed)
+    Batches(other, global_batch=2).restore({name: state[name] for name in state if name != "digest"})
+    Batches(Numbers(10), global_batch=2).restore(state)
+
+
 @pytest.mark.parametrize("step, error", [(-1, ValueError), (True, TypeError), (1.5, TypeError)])
 def test_position_that_counts_no_batches_is_refused(step, error):
     with pytest.raises(error, match="step is .* it counts the batches handed out. Use .*0 or more"):

@@ -4,6 +4,7 @@ Small sources written here; the only larger one is the built-in text. No JAX: th
 """
 
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -51,6 +52,23 @@ def test_rows_have_the_promised_dtypes_and_one_shape(tmp_path):
         }  # fmt: skip
         assert row["weights"].dtype == np.float32
         assert all(values.shape == (3,) for values in row.values())
+
+
+def test_digest_is_of_the_ids_alone_and_tells_any_other_one(tmp_path, monkeypatch):
+    """Not of the file's name, kind or dtype; every id of a short stream counts, samples of a longer one."""
+    ids = np.random.default_rng(0).integers(1, 9, 3000)
+    whole = packed(tmp_path, ids, 7)
+    ids.astype("<u2").tofile(tmp_path / "moved.bin")
+    assert load(tmp_path / "moved.bin", seq_len=7, held_out=0, vocab_size=10)[0].digest == whole.digest
+    assert pickle.loads(pickle.dumps(whole)).digest == whole.digest
+    others = [(ids, 8, {}), (ids, 7, {"end_of_document": END}), (ids[:-1], 7, {})]
+    others += [(np.where(np.arange(3000) == i, 0, ids), 7, {}) for i in (0, 1499, 2999)]
+    digests = [packed(tmp_path, other, seq_len, **more).digest for other, seq_len, more in others]
+    assert whole.digest not in digests and len({*digests}) == len(digests)
+    monkeypatch.setattr(data, "_STRETCH", 4)
+    sampled = packed(tmp_path, ids, 7).digest
+    changed = [packed(tmp_path, np.where(np.arange(3000) == i, 0, ids), 7).digest for i in (0, 1500, 4)]
+    assert [digest == sampled for digest in changed] == [False, False, True]  # 4 of every 46 or 47 are looked at
 
 
 def test_every_token_but_the_first_is_a_target_once(tmp_path):

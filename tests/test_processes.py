@@ -297,6 +297,19 @@ def test_one_vote_decides_for_all(together):
         assert one["votes"] == [False, True, {"index": indices, "seconds": [0.5] * len(seen)}]
 
 
+def test_processes_that_were_started_otherwise_are_refused(alone, together):
+    """Each with its own folder for checkpoints: each would save a part, and none would ever be complete."""
+    assert alone["refusals"] == []
+    for seen in together[0]:
+        option, shared = seen["refusals"]
+        names = "checkpoints-of-0 in process 0, checkpoints-of-1 in process 1"
+        want = f"--checkpoint-dir differs between the {len(together[0])} processes: {names}. Start all with the same"
+        assert option.startswith(want)
+        others = ", ".join(map(str, range(1, len(together[0]))))
+        assert shared.endswith(f"of process 0 is not there for process {others}. Name a folder for checkpoints that all "
+                               "hosts share.")
+
+
 def test_a_warning_has_the_index_of_its_process(together):
     """C-69, warnings."""
     seen, done = together

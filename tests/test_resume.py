@@ -265,6 +265,10 @@ def test_automatic_resume_falls_back_to_the_last_good_one(plain, caplog):
         ("--workers -1", "workers is -1: it counts processes that read. Use 0 or more"),
         ("--seed 1 --resume FULL_SHARD-fp32", "saved with seed 0; this run has seed 1"),
         (
+            "--data other.txt --resume FULL_SHARD-fp32",
+            r"run learned from text.txt \(training\), and other.txt \(training\) has as many examples but holds others",
+        ),
+        (
             "--model ./other.json --resume FULL_SHARD-fp32",
             r"params.blocks.*is \[2, .* in the checkpoint, \[1, ",
         ),  # C-47
@@ -273,6 +277,7 @@ def test_automatic_resume_falls_back_to_the_last_good_one(plain, caplog):
 def test_what_cannot_go_on_is_refused(here, capsys, monkeypatch, more, message):
     _whole_run("FULL_SHARD-fp32")
     Path("other.json").write_text(json.dumps({**TINY, "num_hidden_layers": 1}))
+    Path("other.txt").write_text(Path("text.txt").read_text().replace("is", "be"))
     monkeypatch.setattr(train, "train_step", lambda *_, **__: pytest.fail("a step was made before it was refused"))
     with pytest.raises(SystemExit) as exit:
         run("--steps", "10", *more.split())
@@ -295,6 +300,24 @@ def test_local_checkpoint_goes_on_on_its_own_devices_only(here, capsys):
         assert "is a local checkpoint" in said and "mesh 2x4, HYBRID_SHARD, 1 process" in said
     assert command(["export", "local", "from-local"]) == 2
     assert "is a local checkpoint" in capsys.readouterr().err and not Path("from-local").exists()
+
+
+def test_same_command_again_goes_on_where_it_was_stopped(plain, monkeypatch, capsys):
+    """Begun from another run's checkpoint: what a scheduler starts again does not begin there anew."""
+    options, folder, wanted = plain
+    new = f"new-{folder}"
+    origin = ["--resume", str(folder / "step_00000004"), "--checkpoint", new, "--metrics", f"{new}.jsonl"]
+    for number, resumed in ((5, f"from step 4 of {folder}"), (7, f"from step 6 of {Path(new).absolute()}")):
+        with monkeypatch.context() as patch:
+            at_step(patch, number, kill_self(signal.SIGTERM))
+            assert run(*options, *origin) == 143
+        assert resumed in "".join(capsys.readouterr().out.split("\n"))
+    assert run(*options, "--checkpoint", new, "--steps", "10", "--metrics", f"{new}.jsonl") == 0
+    assert log(f"{new}.jsonl") == wanted[4:] and same(arrays(new), arrays(folder))
+    assert run(*options, *origin) == 0 and "nothing to do: step 10 of 10" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(*options, "--resume", str(folder / "step_00000008"), "--checkpoint", new)
+    assert "holds checkpoints of step 10, which this run would write again" in " ".join(capsys.readouterr().err.split())
 
 
 def test_import_into_a_folder_with_checkpoints_is_refused(plain, capsys):

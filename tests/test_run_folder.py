@@ -1,7 +1,9 @@
 """`jfsdp.run_folder`: which checkpoints of a run are there, and that a save that fails costs nothing else."""
 
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -134,7 +136,7 @@ def test_full_disk_costs_neither_the_state_nor_the_checkpoint_before(disk, kind)
         checkpoints.save(at(4))
         with pytest.raises(SaveError, match=r"step 4 .*No space left on device.*complete one is of step 2\. Make room"):
             checkpoints.wait()
-        assert [path.name for path in folder.iterdir()] == ["step_00000002"]
+        assert [path.name for path in folder.glob("[!.]*")] == ["step_00000002"]
         assert np.array_equal(restore(folder, wanted).params["w"], params["w"])
         change("size=32m")
         checkpoints.save(at(4))
@@ -147,6 +149,7 @@ def test_disk_that_becomes_read_only_is_told_of_at_the_save_and_refused_at_the_s
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(at(2))
         checkpoints.wait()
+        checkpoints._lock.close()  # mount asks for nothing to be open; a disk that breaks does not
         change("ro")
         with pytest.raises(SaveError, match="step 4 could not be written.*Read-only file system.*is of step 2"):
             checkpoints.save(at(4))
@@ -166,8 +169,26 @@ def test_unfinished_saves_of_a_killed_run_are_removed(tmp_path, small):
     for name in ("step_00000004.orbax-checkpoint-tmp", "step_00000001.deleted"):
         (tmp_path / name).mkdir()
     with Checkpoints(tmp_path) as checkpoints:
-        assert not list(tmp_path.iterdir()) and checkpoints.steps() == []
+        assert not list(tmp_path.glob("[!.]*")) and checkpoints.steps() == []
         checkpoints.save(at(4))
+
+
+def test_second_run_in_a_folder_is_refused_and_leaves_the_first_its_save(tmp_path, small):
+    """It would remove what the first is writing; when the first has ended, however it did, the folder is free."""
+    at, _ = small
+    script = "import sys; from jfsdp.run_folder import Checkpoints; c = Checkpoints(sys.argv[1]); print(); input()"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "\n"
+        (tmp_path / "step_00000004.orbax-checkpoint-tmp").mkdir()
+        who = rf"process {first.pid} on {re.escape(socket.gethostname())}"
+        with pytest.raises(OSError, match=rf"another run saves in .* \({who}\). Let it end, or name another folder"):
+            Checkpoints(tmp_path)
+        assert (tmp_path / "step_00000004.orbax-checkpoint-tmp").exists()
+        first.kill()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at(4))
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["step_00000004"]
 
 
 # Which are kept
