@@ -187,7 +187,8 @@ def summary(job: Job, losses: Sequence[float], last: Record, throughput: Through
     if (folder := c.checkpoints.checkpoint_dir) is None:
         lines["go on"] = "--steps 1000 trains longer, --data FOLDER reads your text, --help tells of all"
     elif last["step"] < c.training.steps:
-        lines["go on"] = f"the same command goes on from step {last['step']}, which is saved in {folder}"
+        which = "the same command" if c.checkpoints.resume != "never" else "this command without --resume never"
+        lines["go on"] = f"{which} goes on from step {last['step']}, which is saved in {folder}"
     else:
         lines["go on"] = f"it is saved in {folder}; more --steps with --reschedule train it longer"
     table = Table.grid(padding=(0, 2))
