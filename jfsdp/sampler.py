@@ -92,7 +92,8 @@ class MixedOrder:
 def _permutation(examples: int, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
     # Sorted raw words and not Generator.permutation: NumPy promises that only the former stay the same in
     # every version (NEP 19), and a run resumed after an upgrade would repeat examples and miss others.
-    # grain could shuffle and mix too, but this is all there is to do and its iterators would own the position.
+    # grain could shuffle and mix too, but this is all there is to do and its iterators would own the position: a
+    # `grain.MapDataset` is welcome as a source of examples.
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=[0, 0, 0, stream]).random_raw(examples)
     return np.argsort(words, kind="stable")
 

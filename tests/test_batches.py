@@ -104,6 +104,26 @@ def test_c56_going_on_reads_only_what_is_handed_out():
     assert len(examples.reads) == 4
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_c56_order_of_a_grain_dataset_continues(workers):
+    """Grain reads and transforms, also in worker processes; the order is that of any other examples."""
+    grain = pytest.importorskip("grain")
+    doubled = grain.MapDataset.source(range(23)).map(_doubled)
+    options = dict(global_batch=4, seed=1)
+    before = Batches(doubled, **options)
+    head = take(before, 5)
+    after = Batches(doubled, workers=workers, **options)
+    after.restore(json.loads(json.dumps(before.state())))
+    tail = take(after, 7)
+    after.close()
+    want = take(Batches(Numbers(23), **options), 12)
+    assert head + tail == [[2 * i for i in batch] for batch in want]
+
+
+def _doubled(i):
+    return {"id": np.int32(2 * i), "weights": np.float32(1)}
+
+
 def test_c58_order_is_that_of_global_batches_on_fewer_processes():
     saved = Batches(Numbers(64), global_batch=16, seed=2, process_index=1, process_count=2)
     take(saved, 3)
