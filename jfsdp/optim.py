@@ -13,6 +13,7 @@ mixes parameters (a global norm inside the chain) would see one layer of each st
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ import optax
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
-from jfsdp.layout import ParamLayout, Plan, pad, path_name, unpad
+from jfsdp.layout import SMALL, ParamLayout, Plan, pad, path_name, unpad
 from jfsdp.offload import HOST, to_device
 from jfsdp.precision import wide
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Optimizer:
         self.tx, self.plan, self.layouts = tx, plan, plan.trainable
         one_layer = self._map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         state = jax.eval_shape(tx.init, one_layer)
-        self.leaves = _state_leaves(state, self.layouts)
+        self.leaves, self._shapes = _state_leaves(state, self.layouts), state
         trained = jax.tree.leaves(self.layouts)
         self._stacked = sorted({leaf.unit for leaf in trained if leaf.layers is not None})
         if not trained:
@@ -79,16 +82,33 @@ class Optimizer:
 
     def init(self, params):
         """Stored state for stored parameters, created sharded."""
-
+        self._tell_of_whole()
         return jax.jit(self._create, out_shardings=self.state_shardings)(self.plan.only_trainable(params))
 
     def abstract_state(self):
         """Shapes and shardings of the stored state."""
+        self._tell_of_whole()
         params = self._map(lambda leaf: jax.ShapeDtypeStruct(leaf.rest_shape, leaf.dtype))
         shapes = jax.eval_shape(self._create, params)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings
         )
+
+    def _tell_of_whole(self) -> None:
+        """Warn of what lies whole on every device, and is larger than a shard of the parameter that it belongs to."""
+        shards = self.plan.placement.shards
+        flat = jax.tree_util.tree_flatten_with_path(self._shapes)[0]
+        for (path, array), leaf in zip(flat, jax.tree.leaves(self.leaves)):
+            own = SMALL if leaf.param is None else max(SMALL, math.prod(leaf.param.shape) // shards)
+            if shards > 1 and not leaf.like_param and math.prod(array.shape) > own:
+                whose = "no parameter's path ends its own" if leaf.param is None else f"{leaf.param.path} has another"
+                _log.warning(
+                    "the optimizer's %s %s is not sharded, every device holds all of it: only arrays of a parameter's "
+                    "shape under its path are (%s). Keep the state in trees like the parameters.",
+                    path_name(path),
+                    list(array.shape),
+                    whose,
+                )
 
     def update(self, grads, state, shards):
         """One step on stored shards of gradients and parameters; gives new shards and state, stored and pinned.

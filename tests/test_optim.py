@@ -1,5 +1,7 @@
 """Optimizers on shards: whatever optax offers, equal to one device with one leaf per layer."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,6 +224,35 @@ class TestPadding:
         for leaf in (state.params["w"], *(a for a in jax.tree.leaves(state.opt_state) if a.ndim)):
             assert leaf.shape == (16,) and not np.asarray(leaf)[13:].any() and np.asarray(leaf)[:13].all()
         assert float(metrics["grad_norm"]) == pytest.approx(13**0.5)  # padding is not normed
+
+
+class TestWhole:
+    """What is not sharded is told: memory that does not shrink with the mesh is found by nobody."""
+
+    PARAMS = {"blocks": {"kernel": np.ones((2, 256, 128), np.float32)}, "head": np.ones((256, 128), np.float32)}
+
+    @pytest.mark.parametrize(
+        ("init", "told"),
+        [
+            (lambda p: [jnp.zeros_like(w) for w in jax.tree.leaves(p)], r"s 1 \[256, 128\] is .*no parameter's path"),
+            (lambda p: {"head": jnp.zeros((256, 256))}, r"s head \[256, 256\] is not sharded.*head has another"),
+        ],
+        ids=["no owner", "another shape"],
+    )
+    def test_it_is_named_where_it_is_larger_than_a_shard(self, init, told, caplog):
+        tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+        plan = make_plan(self.PARAMS, submesh("1x8"), units=BLOCKS)
+        TrainState.abstract(tx, plan)
+        assert re.search(told, caplog.text)
+        caplog.clear()
+        TrainState.abstract(tx, make_plan(self.PARAMS, submesh("1x1"), units=BLOCKS))
+        assert not caplog.text
+
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_usual_optimizers_have_none(self, name, caplog):
+        plan = make_plan(self.PARAMS, submesh("1x8"), units=BLOCKS)
+        TrainState.abstract(OPTIMIZERS[name], plan)
+        assert not caplog.text
 
 
 class TestMixing:
