@@ -30,7 +30,7 @@ from jfsdp.families import Model, find_model
 from jfsdp.instructions import Answers, is_instructions, load_instructions
 from jfsdp.lora import LoraOptions, add_lora, parse_lora
 from jfsdp.mesh import MOST_SIMULATED, make_mesh, parse_mesh, process_share, simulate_devices
-from jfsdp.metrics import JsonLines, TensorBoard, Writer
+from jfsdp.metrics import JsonLines, TensorBoard, Writer, check_writable
 from jfsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from jfsdp.options import CheckpointConfig, DataConfig, DeviceConfig, ModelConfig, TrainConfig
 from jfsdp.precision import MixedPrecision
@@ -149,6 +149,8 @@ def prepare(config: TrainConfig) -> Job:
             batches.restore(saved.data)
     writers: list[Writer] = []
     if not output.dry_run and jax.process_index() == 0:
+        if output.audit_file:
+            check_writable(output.audit_file)
         writers += [TensorBoard(output.tensorboard)] if output.tensorboard else []
         writers += [JsonLines(output.metrics, keeps=resume is not None)] if output.metrics else []  # empties the file
     offload = {"none": OffloadPolicy(), "optimizer": OffloadPolicy(opt_state=True), "all": CPUOffloadPolicy()}

@@ -12,10 +12,11 @@ rate.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,6 +159,18 @@ def record(step: int, timing: Timing, **values: Any) -> Record:
     return {n: v.item() if hasattr(v, "item") else v for n, v in everything.items() if v is not None}
 
 
+def check_writable(path: Path, endings: Sequence[str] = ()) -> None:
+    """Raises: ValueError where this file could not be written, or ends otherwise; asked before anything is computed."""
+    if endings and path.suffix.lower() not in endings:
+        raise ValueError(f"{path} ends in none of {', '.join(endings)}. Name a file that does.")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}. Make it, or name another.")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Name a file in it.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} must not be written by this user. Name another, or change its permissions.")
+
+
 class Writer(Protocol):
     """Takes one record per step, in order."""
 
@@ -176,10 +189,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, keeps: bool = False):
-        if not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}; make it or name another.")
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder. Name a file in it, such as {path / 'metrics.jsonl'}.")
+        check_writable(path)
         # Line by line: `tail -f` works and a crash loses nothing.
         self._file = path.open("a+" if keeps else "w+", buffering=1)
 

@@ -3,6 +3,8 @@
 A hand-written schedule has known sums: what is hidden is hidden because the text says so.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -225,11 +227,25 @@ class TestPicture:
         assert "layers forward, one of 10 iterations" in page and "compute waits (exposed)" in page
         assert "http" not in page and "<script" not in page
 
-    def test_another_ending_and_an_unknown_device_are_refused(self, tmp_path):
-        with pytest.raises(ValueError, match="s.png should end in .html"):
-            audited().draw(tmp_path / "s.png")
-        with pytest.raises(ValueError, match="no schedule is drawn for cpu"):
-            audited(platform="cpu").draw(tmp_path / "s.html")
+    @pytest.mark.parametrize(
+        ("name", "platform", "advice"),
+        [
+            ("s.png", "h100", "ends in none of .html, .htm. Name a file that does"),
+            ("no/s.html", "h100", "there is no folder"),
+            ("s.html", "cpu", "no schedule is drawn for cpu"),
+        ],
+    )
+    def test_what_cannot_be_drawn_is_refused_before_anything_is_printed(
+        self, tmp_path, capsys, name, platform, advice
+    ):
+        audited(platform=platform).save(tmp_path / "a.json")
+        try:
+            code = auditor.command([str(tmp_path / "a.json"), "--picture", str(tmp_path / name)])
+        except SystemExit as left:  # options are refused where they are read
+            code = left.code
+        said = capsys.readouterr()
+        assert code == 2 and said.out == "" and not (tmp_path / name).exists()
+        assert advice in re.sub(r"\s+", " ", said.err)
 
 
 def test_a_run_tells_of_its_own_program_and_keeps_it(tmp_path, monkeypatch, capsys):

@@ -129,6 +129,7 @@ def test_the_strategy_is_in_the_first_lines(capsys):
     ("--data large.npy", "token id 256 at position 7 is outside the vocabulary of 256 ids"),
     ("--data text.txt --batch-size 4096", "less than a global batch of 4096"),
     ("--metrics no/m.jsonl", "there is no folder no"),
+    ("--audit-file no/a.json", "no/a.json: there is no folder no. Make it"),
     ("--eval-every 5 --held-out 0", "hold some data out"),
     ("--sample hi --held-out 0", "sample is 'hi' but samples come with evaluations, and held_out is 0"),
     ("--sample=", "sample is ''; give the first words"),

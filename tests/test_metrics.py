@@ -168,10 +168,16 @@ def test_json_lines_can_be_read_while_the_run_goes_on(tmp_path):
 
 
 def test_json_lines_refuse_a_place_that_is_no_file(tmp_path):
-    with pytest.raises(ValueError, match="no folder .*missing; make it"):
+    with pytest.raises(ValueError, match="no folder .*missing. Make it"):
         JsonLines(tmp_path / "missing" / "metrics.jsonl")
-    with pytest.raises(ValueError, match="is a folder. Name a file in it, such as"):
+    with pytest.raises(ValueError, match="is a folder. Name a file in it"):
         JsonLines(tmp_path)
+
+
+def test_a_file_of_someone_else_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ValueError, match="m.jsonl must not be written by this user. Name another"):
+        JsonLines(tmp_path / "m.jsonl")
 
 
 def test_tensorboard_gets_every_name_but_the_step(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jfsdp.audit.replay import Event, Played
 
+ENDINGS = (".html", ".htm")
 _WIDTH, _LANE = 1160, 34
 _LANES = ("compute", "communication")
 _COLOURS = {
@@ -41,12 +42,7 @@ _STYLE = """
 
 
 def draw(bodies: Mapping[str, Played], path: Path, *, title: str, subtitle: str) -> None:
-    """Write the picture of some computations, by the name they shall have.
-
-    Raises: ValueError for a file that is no .html.
-    """
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"the picture of a schedule is a page: {path} should end in .html.")
+    """Write the picture of some computations, by the name they shall have."""
     parts = [f"<h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>", _key(bodies)]
     for name, body in bodies.items():
         words = f"{body.us:,.0f} us, of which compute waits {body.exposed_us:,.0f} us"

@@ -26,7 +26,7 @@ from jfsdp.audit import picture
 from jfsdp.audit import program as audit
 from jfsdp.audit.gpu import Exposed
 from jfsdp.audit.replay import Played, replay
-from jfsdp.metrics import in_words
+from jfsdp.metrics import check_writable, in_words
 from jfsdp.planning.hardware import CHIPS, Cluster
 
 MIB = 2**20
@@ -292,6 +292,10 @@ class AuditOptions:
     picture: Annotated[DisallowNone[Path | None], arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
     """Draw the schedule of the (last) program into an .html file."""
 
+    def __post_init__(self):
+        if self.picture:
+            check_writable(self.picture, picture.ENDINGS)
+
 
 def command(argv: Sequence[str]) -> int:
     """`jfsdp audit`."""
@@ -300,10 +304,10 @@ def command(argv: Sequence[str]) -> int:
     console = console if console.is_terminal else Console(highlight=False, width=140)
     try:
         files = [Audited.load(p) for p in (options.first, options.second) if p is not None]
-        for part in comparison(*files) if len(files) == 2 else tables(files[0]):
-            console.print(part)
         if options.picture:
             files[-1].draw(options.picture)
+        for part in comparison(*files) if len(files) == 2 else tables(files[0]):
+            console.print(part)
     except (ValueError, OSError) as error:
         print(f"jfsdp audit: error: {error}", file=sys.stderr)
         return 2

@@ -20,7 +20,8 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.conf import DisallowNone, OmitArgPrefixes, arg
 
-from jfsdp.metrics import in_words
+from jfsdp.audit.picture import ENDINGS
+from jfsdp.metrics import check_writable, in_words
 from jfsdp.planning.forecast import GIB, Forecast
 from jfsdp.planning.recommend import Choice, advice, recommend
 from jfsdp.planning.workload import Workload
@@ -63,12 +64,10 @@ class PlanOptions:
             raise ValueError("save keeps a compiled program: add --compile.")
         if self.sweep and (self.recommend or self.compile or self.published):
             raise ValueError("sweep is a table of its own: leave out --recommend, --compile and --published.")
-        for path in filter(None, (self.picture, self.save)):
-            if not path.parent.is_dir():
-                raise ValueError(f"{path}: there is no folder {path.parent}. Make it, or name another.")
-        endings = (".html", ".htm") if self.compile else (".png", ".html", ".htm")
-        if self.picture and self.picture.suffix.lower() not in endings:
-            raise ValueError(f"picture {self.picture} is none of {', '.join(endings)}. Name a file that ends so.")
+        if self.save:
+            check_writable(self.save)
+        if self.picture:
+            check_writable(self.picture, ENDINGS if self.compile else (".png", *ENDINGS))
 
 
 def command(argv: Sequence[str]) -> int:
