@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -299,6 +299,25 @@ def write_part(
         table = written.result()
     if is_local:
         (folder / _LOCAL / f"{process}.json").write_text(json.dumps(table))
+
+
+def write_pieces(
+    folder: Path, pieces: Iterable[tuple[str, store.Piece]], metadata: Metadata, leaves: dict[str, Leaf]
+) -> None:
+    """Make a sharded checkpoint of values that come piece by piece, the pieces of an array in one shape.
+
+    One piece is in memory at a time, and becomes a file.
+    """
+    hashes: dict[str, int] = {}
+    for name, piece in pieces:
+        shape, values = leaves[name].shape, piece.values
+        is_first = name not in hashes
+        hashes[name] = hashes.get(name, 0) + store.hash_piece(piece, shape)
+        host = store.HostArray(name, shape, values.dtype, values.shape, [piece])
+        store.write_zarr(folder / _ARRAYS, [host], is_first=is_first)
+    (folder / _HASHES).mkdir()
+    (folder / _HASHES / "process_00000.json").write_text(json.dumps(hashes))
+    complete(folder, metadata, leaves)
 
 
 def complete(folder: Path, metadata: Metadata, leaves: dict[str, Leaf]) -> None:

@@ -1,13 +1,16 @@
 """Checkpoints of ours to Hugging Face folders and back: the commands `jfsdp export` and `jfsdp import`.
 
-Owns what the commands ask and say, and how a checkpoint is read for an export: tensor by tensor from disk, on no
-device. What is in such a folder is `huggingface.py`'s.
+Owns what the commands ask, show and say, and that both ways go piece by piece from disk to disk, on no device. What is
+in such a folder is `huggingface.py`'s.
 """
 
 from __future__ import annotations
 
+import shutil
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,20 +18,35 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import tyro
 from flax import nnx
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from tyro.conf import DisallowNone, Positional
 
-from jfsdp.checkpoint import open_checkpoint, steps_in
+from jfsdp.checkpoint import Checkpoint, Leaf, describe, open_checkpoint, step_folder, steps_in, write_pieces
 from jfsdp.families import find_model
-from jfsdp.huggingface import SavedLayer, check_holds, load_pretrained, write_adapter, write_model
-from jfsdp.layout import ParamLayout
+from jfsdp.huggingface import (
+    Named,
+    SavedLayer,
+    check_holds,
+    is_adapter,
+    match_pretrained,
+    write_adapter,
+    write_model,
+)
+from jfsdp.layout import ParamLayout, Plan
 from jfsdp.lora import add_lora, parse_lora
 from jfsdp.mesh import make_mesh
-from jfsdp.run_folder import Checkpoints, SaveError
-from jfsdp.safetensors import MAX_FILE_BYTES
-from jfsdp.state import TrainState
+from jfsdp.safetensors import MAX_FILE_BYTES, PART, Tensor
+from jfsdp.store import Piece
 from jfsdp.wrap import plan_module
 
 
@@ -68,11 +86,40 @@ def import_command(argv: Sequence[str]) -> int:
 def _run_command(prog: str, kind: type, run: Callable[[Any], str], argv: Sequence[str]) -> int:
     options = tyro.cli(kind, prog=prog, args=list(argv))
     try:
-        print(run(options))
-    except (ValueError, OSError, NotImplementedError, SaveError) as error:
+        with _signals_clean_up(prog):
+            print(run(options))
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextmanager
+def _signals_clean_up(prog: str) -> Iterator[None]:
+    """A signal ends the command with 128 + its number, as shells have it, after what is half written was removed."""
+
+    def stop(number: int, _) -> None:
+        print(f"{prog}: {signal.Signals(number).name}: removing what is half written.", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _bar(words: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes in a terminal, and nothing elsewhere; what comes back advances it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    left = (TimeRemainingColumn(compact=True), TextColumn("[cyan]left"))
+    with Progress(*columns, *left, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(words, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def export(options: Export) -> str:
@@ -80,41 +127,66 @@ def export(options: Export) -> str:
 
     Raises: ValueError for a checkpoint that does not say which model it holds, or holds another one.
     """
-    if options.out.exists() and not options.overwrite and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ValueError(f"{options.out} is there already and not empty. Name another folder, or use --overwrite.")
+    _check_empty(options.out, options.overwrite)
     found = open_checkpoint(options.checkpoint)
     run = found.metadata.run
     if (name := options.model or run.get("model")) is None:
         raise ValueError(f"{found.path} does not say which model it holds. Name it with --model.")
     model, lora = find_model(name), parse_lora(run["lora"]) if run.get("lora") else None
     base = options.base or run.get("init_from")
+    if options.base is not None and not options.adapter and not (options.base / "config.json").is_file():
+        raise ValueError(f"--base {base} has no config.json. Name the Hugging Face folder that the run began with.")
 
     def make() -> nnx.Module:
         module = model.family.build(model.config, rngs=nnx.Rngs(0))
         return module if lora is None else add_lora(module, lora, rngs=nnx.Rngs(0))
 
     plan = plan_module(make, mesh=make_mesh("1x1", devices=jax.devices()[:1]))
+    check_holds(found, {leaf.path: leaf.logical_shape for leaf in plan.leaves})
+    names = _names(found, plan, options.part)
+    stored = {path: jnp.dtype(found.metadata.leaves[name].dtype) for path, name in names.items()}
+    plan = replace(plan, layouts=plan.map(lambda leaf: replace(leaf, dtype=stored[leaf.path])))
+    if options.adapter and lora is None:
+        raise ValueError(f"{found.path} is of a run without --lora, so it has no adapters. Leave out --adapter.")
+    wanted = [names[leaf.path] for leaf in plan.leaves if is_adapter(leaf) or not options.adapter]
+    with _bar("exporting", sum(found.metadata.leaves[name].nbytes for name in wanted)) as advance:
+
+        def read(leaf: ParamLayout, layer: int) -> np.ndarray:
+            layer = None if leaf.layers is None else layer
+            values = SavedLayer(found, names[leaf.path], layer, leaf.shape)[tuple(slice(0, n) for n in leaf.shape)]
+            advance(values.nbytes)
+            return values
+
+        if options.adapter:
+            return _told(write_adapter(options.out, read, plan, model.family, lora, base=base))
+        scale = 1.0 if lora is None else lora.scale
+        shape = dict(dtype=options.dtype, base=base, lora_scale=scale, max_file_bytes=MAX_FILE_BYTES)
+        told = _told(write_model(options.out, read, plan, model.family, model.config, **shape))
+    if base is not None and not Path(base).is_dir():
+        told += f"\n{base}, which the run began with, is gone, and so is its tokenizer. Name its new place with --base."
+    return told
+
+
+def _names(found: Checkpoint, plan: Plan, part: str) -> dict[str, str]:
+    """What each parameter's values are called in the checkpoint: those of the average, where frozen ones have none."""
     held = found.metadata.leaves
-    check_holds(found, {leaf.path: leaf.logical_shape for leaf in plan.leaves}, options.part)
-    stored = lambda leaf: jnp.dtype(held[f"{options.part}.{leaf.path}"].dtype)  # noqa: E731
-    plan = replace(plan, layouts=plan.map(lambda leaf: replace(leaf, dtype=stored(leaf))))
-
-    def read(leaf: ParamLayout, layer: int) -> np.ndarray:
-        name, layer = f"{options.part}.{leaf.path}", None if leaf.layers is None else layer
-        return SavedLayer(found, name, layer, leaf.shape)[tuple(slice(0, n) for n in leaf.shape)]
-
-    if options.adapter:
-        if lora is None:
-            raise ValueError(f"{found.path} is of a run without --lora, so it has no adapters. Leave out --adapter.")
-        return _told(options.out, write_adapter(options.out, read, plan, model.family, lora, base=base))
-    scale = 1.0 if lora is None else lora.scale
-    shape = dict(dtype=options.dtype, base=base, lora_scale=scale, max_file_bytes=MAX_FILE_BYTES)
-    return _told(options.out, write_model(options.out, read, plan, model.family, model.config, **shape))
+    if not any(name.startswith(f"{part}.") for name in held):
+        raise ValueError(f"{found.path} is of a run without --{part}. Leave out --part {part}.")
+    of_part = {leaf.path: f"{part}.{leaf.path}" for leaf in plan.leaves}
+    return {path: name if name in held else f"params.{path}" for path, name in of_part.items()}
 
 
-def _told(folder: Path, files: list[Path]) -> str:
+def _check_empty(out: Path, overwrite: bool) -> None:
+    """Raises: ValueError for a folder with files that are not just what a killed export left."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file. Name a folder to write.")
+    if not overwrite and out.exists() and any(not path.name.endswith(PART) for path in out.iterdir()):
+        raise ValueError(f"{out} is there already and not empty. Name another folder, or use --overwrite.")
+
+
+def _told(files: list[Path]) -> str:
     count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-    return f"{folder}: {count}, {sum(file.stat().st_size for file in files):,} bytes of weights"
+    return f"{files[0].parent}: {count}, {sum(file.stat().st_size for file in files):,} bytes of weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +208,47 @@ def import_(options: Import) -> str:
     model = find_model(str(path))
     if steps_in(options.checkpoint):
         raise ValueError(f"{options.checkpoint} holds checkpoints already. Name another folder.")
-    plan = plan_module(lambda: model.family.build(model.config, rngs=nnx.Rngs(0)), mesh=make_mesh("auto"))
-    params = load_pretrained(options.folder, plan, model.family)
-    with Checkpoints(options.checkpoint) as checkpoints:
-        state = TrainState.create(params, optax.identity(), plan)
-        checkpoints.save(state, run=dict(model=str(path), init_from=str(options.folder.absolute())))
-    return f"{checkpoints.path(0)}: {plan.num_params:,} parameters of {model.name}"
+    mesh = make_mesh("1x1", devices=jax.devices()[:1])
+    plan = plan_module(lambda: model.family.build(model.config, rngs=nnx.Rngs(0)), mesh=mesh)
+    named, found = match_pretrained(options.folder, plan, model.family)
+    run = dict(model=str(path), init_from=str(options.folder.absolute()))
+    _write_checkpoint(target := step_folder(options.checkpoint, 0), named, found, plan, run)
+    return f"{target}: {plan.num_params:,} parameters of {model.name}"
+
+
+def _write_checkpoint(
+    target: Path, named: list[Named], found: dict[str, Tensor], plan: Plan, run: dict[str, str]
+) -> None:
+    """Raises: OSError in words; nothing of it is left then."""
+    leaves = {_name(one): Leaf(shape=one.leaf.logical_shape, dtype=one.leaf.dtype.name) for one in named}
+    metadata = describe({}, plan, "sharded", step=0, run=run)
+    part = target.with_name(target.name + PART)
+    shutil.rmtree(part, ignore_errors=True)  # of an import that was killed
+    try:
+        part.mkdir(parents=True)
+        with _bar("importing", sum(leaf.nbytes for leaf in leaves.values())) as advance:
+            write_pieces(part, _pieces(named, found, advance), metadata, leaves)
+        part.rename(target)
+    except OSError as error:
+        raise OSError(f"{target} could not be written: {error}. Make room, or name another folder.") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _pieces(
+    named: list[Named], found: dict[str, Tensor], advance: Callable[[int], None]
+) -> Iterator[tuple[str, Piece]]:
+    """Layer by layer, each as the model stores it."""
+    for one in named:
+        where = tuple(slice(0, n) for n in one.leaf.shape)
+        for layer, names in enumerate(one.layers):
+            values = one.read([found[name] for name in names], where).astype(one.leaf.dtype, copy=False)
+            if one.leaf.layers is None:
+                yield _name(one), Piece(where, values)
+            else:
+                yield _name(one), Piece((slice(layer, layer + 1), *where), values[None])
+            advance(values.nbytes)
+
+
+def _name(one: Named) -> str:
+    return f"params.{one.leaf.path}"

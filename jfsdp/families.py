@@ -67,13 +67,7 @@ def _from_config_json(path: Path) -> Model:
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"model {path}: there is no such file. Name a config.json, the folder of one, or a preset.")
-    try:
-        hf = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {path} is no config.json that can be read: {error}.") from error
-    if not isinstance(hf, dict):
-        raise ValueError(f"model {path} holds a {type(hf).__name__}; a config.json is one object of fields, {{...}}.")
-    refusals = []
+    hf, refusals = read_config(path), []
     for family in _families().values():
         try:
             return Model(str(path), family, family.config_from(hf))
@@ -82,6 +76,17 @@ def _from_config_json(path: Path) -> Model:
     # A family that knows this kind of model tells more than those that do not.
     told = [words for words in refusals if "model_type is" not in words] or refusals
     raise ValueError(f"model {path}: no family takes it. {' '.join(told)}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The fields of a config.json. Raises: ValueError for what is none."""
+    try:
+        hf = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no config.json that can be read: {error}.") from error
+    if not isinstance(hf, dict):
+        raise ValueError(f"{path} holds a {type(hf).__name__}; a config.json is one object of fields, {{...}}.")
+    return hf
 
 
 def _families() -> dict[str, Any]:

@@ -15,7 +15,6 @@ parameter is fetched, written and let go.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -29,10 +28,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.checkpoint import Checkpoint, open_checkpoint
+from jfsdp.families import read_config
 from jfsdp.layout import ParamLayout, Plan
 from jfsdp.lora import ADAPTERS, BASE, LoraOptions, merge
 from jfsdp.precision import parse_dtype
-from jfsdp.safetensors import MAX_FILE_BYTES, Entry, Tensor, read_safetensors, write_safetensors, write_text
+from jfsdp.safetensors import MAX_FILE_BYTES, Entry, Tensor, read_safetensors, write_safetensors, write_small
 from jfsdp.summon import fetch_layer, insert_layer
 
 _COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
@@ -81,11 +81,10 @@ def load_pretrained(folder: str | Path, plan: Plan, family: Any, *, start: Calla
     Raises: ValueError that lists every tensor that is missing, unknown or misshapen, before any is read.
     """
     if is_hugging_face(folder):
-        named = name_parameters(plan, family)
-        found = _match(Path(folder), read_safetensors(folder), named, plan, family)
+        named, found = match_pretrained(folder, plan, family)
     else:
         named, found = _match_saved(open_checkpoint(folder), plan)
-    own = _new_parameters(plan, start, [leaf.path for leaf in plan.leaves if _is_adapter(leaf)])
+    own = _new_parameters(plan, start, [leaf.path for leaf in plan.leaves if is_adapter(leaf)])
     placed = {one.leaf.path: _settle(_place(one, found, plan), one.leaf, plan) for one in named}
     return plan.map(lambda leaf: {**own, **placed}[leaf.path])
 
@@ -134,12 +133,12 @@ def write_model(
         is_writer=is_writer,
     )
     if is_writer:
-        stored = {np.dtype(dtype or leaf.dtype).name for leaf in plan.leaves if not _is_adapter(leaf)}
+        stored = {np.dtype(dtype or leaf.dtype).name for leaf in plan.leaves if not is_adapter(leaf)}
         written.pop("dtype", None)
         written["torch_dtype"] = stored.pop() if len(stored) == 1 else "float32"
-        write_text(folder / "config.json", json.dumps(written, indent=2) + "\n")
+        write_small(folder / "config.json", _json(written))
         for path in _tokenizer_files(base):
-            shutil.copy(path, folder / path.name)
+            write_small(folder / path.name, path.read_bytes())
     return files
 
 
@@ -184,7 +183,7 @@ def write_adapter(folder: str | Path, read: Read, plan: Plan, family: Any, optio
             "fan_in_fan_out": not any(transposed for name, transposed in family.NAMES.values() if "{}" in name),
             "target_modules": sorted(modules),
         }
-        write_text(Path(folder) / "adapter_config.json", json.dumps(written, indent=2) + "\n")
+        write_small(Path(folder) / "adapter_config.json", _json(written))
     return files
 
 
@@ -195,7 +194,7 @@ def name_parameters(plan: Plan, family: Any) -> list[Named]:
     """
     out, unknown = [], []
     for leaf in plan.leaves:
-        if _is_adapter(leaf):
+        if is_adapter(leaf):
             continue
         entry = family.NAMES.get(key_of(leaf))
         if entry is None:
@@ -256,7 +255,7 @@ def _from_devices(params: Any, plan: Plan) -> Read:
     return lambda leaf, layer: fetch_layer(values[leaf.path], leaf, plan, layer)
 
 
-def _is_adapter(leaf: ParamLayout) -> bool:
+def is_adapter(leaf: ParamLayout) -> bool:
     return leaf.path.rpartition(".")[2] in ADAPTERS
 
 
@@ -265,8 +264,12 @@ def _adapter_paths(leaf: ParamLayout) -> list[str]:
     return [f"{parent}.{name}" for name in ADAPTERS] if parent and rest == "kernel" else [""]
 
 
-def _match(folder: Path, tensors: dict[str, Tensor], named: list[Named], plan: Plan, family: Any) -> dict[str, Tensor]:
-    """The tensors by the names of the table."""
+def match_pretrained(folder: str | Path, plan: Plan, family: Any) -> tuple[list[Named], dict[str, Tensor]]:
+    """The parameters of a plan, and the tensors of a Hugging Face folder by the names of the table.
+
+    Raises: ValueError that lists every tensor that is missing, unknown or misshapen.
+    """
+    named, tensors = name_parameters(plan, family), read_safetensors(folder)
     wanted = {name: one for one in named for name in one.names}
     prefix, tied = family.PREFIX, aliases(plan, family)
     found, unknown = {}, []
@@ -297,7 +300,7 @@ def _match(folder: Path, tensors: dict[str, Tensor], named: list[Named], plan: P
             f"{folder} does not hold this model. {' '.join(problems)} "
             "Build the model from the config.json beside the weights."
         )
-    return found
+    return named, found
 
 
 @dataclass(frozen=True)
@@ -320,7 +323,7 @@ def _match_saved(found: Checkpoint, plan: Plan) -> tuple[list[Named], dict[str, 
 
     Raises: ValueError that lists what does not fit.
     """
-    leaves = {leaf.path.replace(f".{BASE}.", "."): leaf for leaf in plan.leaves if not _is_adapter(leaf)}
+    leaves = {leaf.path.replace(f".{BASE}.", "."): leaf for leaf in plan.leaves if not is_adapter(leaf)}
     check_holds(found, {path: leaf.logical_shape for path, leaf in leaves.items()})
     named, layers = [], {}
     for path, leaf in leaves.items():
@@ -331,8 +334,8 @@ def _match_saved(found: Checkpoint, plan: Plan) -> tuple[list[Named], dict[str, 
     return named, layers
 
 
-def check_holds(found: Checkpoint, wanted: dict[str, tuple[int, ...]], part: str = "params") -> None:
-    """Refuse a checkpoint of ours whose parameters (or their average) are not `wanted`, logical shapes by path.
+def check_holds(found: Checkpoint, wanted: dict[str, tuple[int, ...]]) -> None:
+    """Refuse a checkpoint of ours whose parameters are not `wanted`, logical shapes by path.
 
     Raises: ValueError that lists what differs.
     """
@@ -341,7 +344,7 @@ def check_holds(found: Checkpoint, wanted: dict[str, tuple[int, ...]], part: str
             f"{found.path} is a {found.metadata.kind} checkpoint, to be read only by a run like its own, on "
             f"{found.metadata.where()}. Let that go on with --checkpoint-kind sharded, and use what it saves."
         )
-    start = f"{part}."
+    start = "params."
     have = {
         path.removeprefix(start): one.shape for path, one in found.metadata.leaves.items() if path.startswith(start)
     }
@@ -422,11 +425,16 @@ def _new_parameters(plan: Plan, start, paths: list[str]) -> dict[str, jax.Array]
 
 def _read_config(base: str | Path | None) -> dict[str, Any]:
     path = None if base is None else Path(base) / "config.json"
-    return json.loads(path.read_text()) if path is not None and path.is_file() else {}
+    return read_config(path) if path is not None and path.is_file() else {}
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2) + "\n").encode()
 
 
 def _tokenizer_files(base: str | Path | None) -> list[Path]:
-    return [] if base is None else sorted({path for pattern in _COPIED for path in Path(base).glob(pattern)})
+    found = set() if base is None else {path for pattern in _COPIED for path in Path(base).glob(pattern)}
+    return sorted(path for path in found if path.is_file())
 
 
 @lru_cache(None)

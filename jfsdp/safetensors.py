@@ -136,7 +136,7 @@ def write_safetensors(
                 "metadata": {"total_size": total, **({"aliases": aliases} if aliases else {})},
                 "weight_map": {entry.name: path.name for path, group in zip(files, groups) for entry in group},
             }
-            _write_text(index, json.dumps(content, indent=2) + "\n")
+            _write_part(index, (json.dumps(content, indent=2) + "\n").encode())
     if is_writer:
         _put_in_place(folder, written, index, stem)
     return files
@@ -150,13 +150,13 @@ def _make_folder(folder: Path) -> None:
         raise OSError(f"the folder {folder} cannot be made: {error.strerror}. Name another one.") from error
 
 
-def write_text(path: Path, text: str) -> None:
+def write_small(path: Path, content: bytes) -> None:
     """Write a small file so that it is there completely or not at all.
 
     Raises: OSError that names it, and its bytes.
     """
     with _removed_on_failure([path]):
-        _write_text(path, text)
+        _write_part(path, content)
     _part(path).replace(path)
 
 
@@ -176,9 +176,9 @@ def _part(path: Path) -> Path:
     return path.with_name(path.name + PART)
 
 
-def _write_text(path: Path, text: str) -> None:
-    with _tells_of(path, len(text.encode())):
-        _part(path).write_text(text)
+def _write_part(path: Path, content: bytes) -> None:
+    with _tells_of(path, len(content)):
+        _part(path).write_bytes(content)
 
 
 @contextmanager

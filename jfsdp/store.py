@@ -359,7 +359,7 @@ def _hash_on_host(arrays, shapes) -> Callable[[], dict]:
     host = to_host(arrays, shapes)
 
     # One thread: each wants the interpreter between two blocks, and so does the training.
-    return lambda: {a.name: sum(_hash_piece(piece, a.shape) for piece in a.pieces) % 2**32 for a in host}
+    return lambda: {a.name: sum(hash_piece(piece, a.shape) for piece in a.pieces) % 2**32 for a in host}
 
 
 def _hash_on_devices(arrays, shapes) -> Callable[[], dict]:
@@ -378,7 +378,7 @@ def _hash_on_devices(arrays, shapes) -> Callable[[], dict]:
     return lambda: {name: own(name) for name in parts}
 
 
-def _hash_piece(piece: Piece, shape: tuple[int, ...]) -> int:
+def hash_piece(piece: Piece, shape: tuple[int, ...]) -> int:
     """The hash of a piece of an array of this shape, computed in blocks that stay in a core's cache."""
     if not piece.values.size:
         return 0
