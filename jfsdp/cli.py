@@ -31,7 +31,7 @@ from jfsdp.instructions import Answers, is_instructions, load_instructions
 from jfsdp.lora import LoraOptions, add_lora, parse_lora
 from jfsdp.mesh import MOST_SIMULATED, make_mesh, parse_mesh, process_share, simulate_devices
 from jfsdp.metrics import JsonLines, TensorBoard, Writer, check_writable
-from jfsdp.offload import CPUOffloadPolicy, OffloadPolicy
+from jfsdp.offload import POLICIES
 from jfsdp.options import CheckpointConfig, DataConfig, DeviceConfig, ModelConfig, TrainConfig
 from jfsdp.precision import MixedPrecision
 from jfsdp.processes import Group, check_same, connect, detect, label, leave
@@ -153,8 +153,7 @@ def prepare(config: TrainConfig) -> Job:
             check_writable(output.audit_file)
         writers += [TensorBoard(output.tensorboard)] if output.tensorboard else []
         writers += [JsonLines(output.metrics, keeps=resume is not None)] if output.metrics else []  # empties the file
-    offload = {"none": OffloadPolicy(), "optimizer": OffloadPolicy(opt_state=True), "all": CPUOffloadPolicy()}
-    policies = dict(mp_policy=precision, offload_policy=offload[config.model.offload])
+    policies = dict(mp_policy=precision, offload_policy=POLICIES[config.model.offload])
     sharding = dict(mesh=mesh, strategy=strategy, **policies)
     sharding |= {} if lora is None else dict(trainable=nnx.LoRAParam)
     schedule = Schedule(prefetch=config.model.prefetch)

@@ -96,6 +96,10 @@ def CPUOffloadPolicy() -> OffloadPolicy:  # noqa: N802 - PyTorch's spelling
     return OffloadPolicy(params=True, gradients=True, opt_state=True, step_on="host")
 
 
+POLICIES = {"none": OffloadPolicy(), "optimizer": OffloadPolicy(opt_state=True), "all": CPUOffloadPolicy()}
+"""By their names on the command line."""
+
+
 def to_device(tree):
     """Bring what lies on the host to the device; nothing moves that is there. Call inside `jit`."""
     return jax.tree.map(lambda a: jax.device_put(a, Space.Device) if is_on_host(a) else a, tree)

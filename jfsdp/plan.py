@@ -27,6 +27,9 @@ compiler side by side. What is left is gaps in XLA's heap: 1 to 3 percent of a s
 With several micro-batches, shards held for earlier ones become the result in place, unless replicas are summed in the
 last one. From three on, XLA unrolls their loop too and makes room for the next one's activations while the last one's
 are still there: what layers save counts twice.
+
+What lies on the host comes when it is used: layers one by one, where there is room anyway, and moments for the update,
+those of one parameter and the first of the next. Described GPUs have no host, so no compiled program is beside this.
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jfsdp import quantise
 from jfsdp.layout import ParamLayout, Plan
+from jfsdp.offload import HOST
 from jfsdp.planning.footprint import Layers
 from jfsdp.schedule import Schedule
 from jfsdp.vocab import SLICE_ROWS, STREAM_ABOVE
@@ -105,49 +110,119 @@ def memory(
     schedule: Schedule = Schedule(),
     accumulate: int = 1,
     no_sync: bool = False,
+    tokens: int | None = None,
 ) -> list[Kept]:
     """What one device keeps at the peak of a step, by category. See Note [Bytes kept].
 
     state: an abstract or real `TrainState`.
     layers: the footprint of each stack on one micro-batch; none leaves out what depends on the batch.
+    tokens: of one device and micro-batch; None leaves out the logits.
     """
     trained = [leaf for leaf in plan.leaves if leaf.trainable]
-    grads = sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.dtype.itemsize for leaf in trained)
-    held = _held(trained, no_sync) if accumulate > 1 else 0
+    finished, held = _shards(trained), _held(trained, no_sync) if accumulate > 1 else 0
     window = _window(plan, schedule)
     at_work = max((one.backward + (one.again if schedule.late_reduce else 0) for one in layers), default=0)
     saved = sum((one.count - 1) * one.saved for one in layers)
-    gathered, in_flight = (k.bytes for k in window)
-    weights = min(unit_bytes(plan), gathered) if _frees(plan) else gathered
-    kept = [
-        Kept("parameters", device_bytes(state.params), "stored shards, masters of what is trained"),
-        Kept("optimizer", device_bytes(state.opt_state), "its own state, sharded as the parameters"),
-        Kept("gradients", grads, "finished shards, stored dtype"),
-        Kept("held gradients", held, "whole" if no_sync else "shards, of earlier micro-batches"),
+    saves = " + ".join(f"{one.count - 1} layers x {_mib(one.saved)}, one at work" for one in layers)
+    if accumulate > 2:
+        saved, saves = 2 * saved, f"{saves}; and room for the next micro-batch's"
+    weights = min(unit_bytes(plan), window.weights) if _frees(plan) else window.weights
+    passing = [
+        Kept("gathered window", window.weights + window.gradients, window.words),
+        Kept("activations saved", saved, saves),
         Kept(
-            "saved activations",
-            saved,
-            " + ".join(f"{one.count - 1} layers x {one.saved / 2**20:,.1f} MiB, one at work" for one in layers),
+            "activations at work",
+            max(0.0, at_work + weights - window.bytes),
+            f"{_mib(at_work)} and {_mib(weights)} of weights, less window and staging",
         ),
-        *window,
-        Kept(
-            "layers at work",
-            max(0.0, at_work + weights - gathered - in_flight),
-            f"{at_work / 2**20:,.1f} MiB and {weights / 2**20:,.1f} of weights, less the units and gradients above",
-        ),
-        Kept("next micro-batch", saved if accumulate > 2 else 0, "room for what its layers save"),
+        Kept("reduce staging", window.staged, "of a layer's gradient, in the dtype of its wire"),
         Kept("vocabulary", sum(_table_copy(leaf, plan) for leaf in plan.leaves), "a shard of the table, transposed"),
     ]
+    beside = sum(k.bytes for k in passing)
+    if state.ema is not None:
+        passing.append(Kept("average", device_bytes(state.ema), "of the weights, fp32, sharded as they are"))
+    logits = max((_logits(leaf, plan, tokens) for leaf in plan.leaves), default=0) if tokens else 0
     updated = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if _is_gathered_after(leaf))
     summed = sum(_summed(leaf, plan) for leaf in trained)
-    beside = sum(k.bytes for k in kept[4:])
-    if state.ema is not None:
-        kept.append(Kept("average", device_bytes(state.ema), "of the weights, fp32, sharded as they are"))
+    alone = max(updated, summed and summed + window.gradients + window.staged, _fetched(plan, state, trained))
     return [
-        *kept,
-        Kept("updated parameters", max(0.0, updated - beside), "whole beside the old ones, less the above"),
-        Kept("tied table", max(0.0, summed + in_flight - beside), "both gradients while they are added, less that"),
+        Kept("parameters", device_bytes(state.params), "stored shards, masters of what is trained"),
+        Kept("gradients", finished + held, "finished shards, stored dtype" + (_HELD[no_sync] if held else "")),
+        Kept("optimizer", device_bytes(state.opt_state), "its own state, sharded as the parameters"),
+        *passing,
+        Kept(
+            "logits",
+            max(0.0, logits + saved - finished - beside),
+            f"{_mib(logits)} with their gradient, before gradients and window are there: less these",
+        ),
+        Kept("optimizer step", max(0.0, alone - beside), "what the update takes beyond the room that these leave"),
     ]
+
+
+def host_memory(plan: Plan, state) -> list[Kept]:
+    """What one device keeps in the memory of its host, by category; nothing where nothing is offloaded."""
+    trained = [leaf for leaf in plan.leaves if leaf.trainable]
+    return [
+        Kept("parameters", host_bytes(state.params), "shards, each brought when it is used"),
+        Kept("gradients", _shards(trained) if plan.offload.gradients else 0, "finished shards"),
+        Kept("optimizer", host_bytes(state.opt_state), "its own state"),
+        Kept("average", host_bytes(state.ema), "of the weights"),
+    ]
+
+
+def host_traffic(
+    plan: Plan, state, *, schedule: Schedule = Schedule(), accumulate: int = 1, no_sync: bool = False
+) -> tuple[float, float]:
+    """Bytes that one device gets from its host's memory and gives to it, per optimizer step. See `offload.py`."""
+    policy, trained = plan.offload, [leaf for leaf in plan.leaves if leaf.trainable]
+    got = given = 0.0
+    if policy.params:
+        for unit, leaves in _units(plan).items():
+            whole = leaves[0].placement.whole_at_rest
+            passes = 2 if whole else _Unit(unit, leaves, plan, schedule, accumulate, no_sync).passes()[0]
+            got += accumulate * (passes if leaves[0].layers else 1) * _stored(leaves)
+        if any(map(_is_gathered_after, trained)):
+            got, given = got + _shards(trained), given + _stored(trained)
+        if state.ema is not None:
+            got, given = got + _stored(trained) + host_bytes(state.ema), given + host_bytes(state.ema)
+    if policy.gradients:
+        given += _shards(trained)
+    if policy.step_on == "device":
+        back = host_bytes(state.opt_state) + (_shards(trained) if policy.params else 0)
+        got, given = got + back + (_shards(trained) if policy.gradients else 0), given + back
+    return got, given
+
+
+_HELD = {False: ", and those of earlier micro-batches", True: ", and whole ones of earlier micro-batches"}
+
+
+def _shards(leaves: list[ParamLayout]) -> int:
+    """Bytes of one device's pieces, in the stored dtype."""
+    return sum(math.prod(leaf.stack(leaf.shard_shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _stored(leaves: list[ParamLayout]) -> int:
+    """Bytes that one device stores between steps."""
+    return sum(leaf.size * leaf.dtype.itemsize if leaf.placement.whole_at_rest else _shards([leaf]) for leaf in leaves)
+
+
+def _logits(leaf: ParamLayout, plan: Plan, tokens: int) -> int:
+    """Logits of one slice of the head, or all of them, and their gradient. See Note [Streamed head] in `vocab.py`."""
+    if "head" not in _uses(leaf, plan):
+        return 0
+    rows = leaf.shape[0]
+    rows = min(rows, SLICE_ROWS) if tokens * rows * 4 > STREAM_ABOVE else rows
+    return tokens * rows * (4 + leaf.param_dtype.itemsize)
+
+
+def _fetched(plan: Plan, state, trained: list[ParamLayout]) -> float:
+    """What an update on the device has there of what lies on the host: arrays of one parameter, and one of the next."""
+    arrays = 0.0
+    if plan.offload.opt_state and plan.offload.step_on == "device":
+        arrays += host_bytes(state.opt_state) / _shards(trained)
+    if plan.offload.params and state.ema is not None:
+        arrays += 2  # the average, and the weight that it follows
+    return (arrays + 1) * max(_shards([leaf]) for leaf in trained) if arrays else 0
 
 
 def _held(trained: list[ParamLayout], no_sync: bool) -> int:
@@ -166,26 +241,39 @@ def unit_bytes(plan: Plan) -> int:
     return max((_layer_bytes(leaves, "param_dtype") for leaves in _stacks(plan)), default=0)
 
 
-def _window(plan: Plan, schedule: Schedule) -> list[Kept]:
+class _Window(NamedTuple):
     """Whole units: gathered ones, and gradients on their way."""
+
+    weights: float
+    gradients: float
+    """One that was computed, and with a late reduction one that waits."""
+    staged: float
+    words: str
+
+    @property
+    def bytes(self) -> float:
+        return self.weights + self.gradients + self.staged
+
+
+def _window(plan: Plan, schedule: Schedule) -> _Window:
     stacks = _stacks(plan)
     if not stacks:
-        return [Kept("gathered", 0, "no stack of layers"), Kept("gradients in flight", 0, "")]
+        return _Window(0, 0, 0, "no stack of layers")
     most = max(stacks, key=lambda leaves: _layer_bytes(leaves, "param_dtype"))
     placement, size = most[0].placement, _layer_bytes(most, "param_dtype")
     if placement.whole_at_rest:
-        gathered, words = size, "a layer's weights, cast"
+        gathered, words = size, f"a layer's weights, cast, {_mib(size)}"
     elif placement.reshard_after_forward:
         alive = min(schedule.prefetch + 1, most[0].layers)
-        gathered, words = alive * size, f"{alive} layers of {size / 2**20:,.1f} MiB"
+        gathered, words = alive * size, f"{alive} layers of {_mib(size)}"
     else:
         gathered = sum(leaves[0].layers * _layer_bytes(leaves, "param_dtype") for leaves in stacks)
         words = "every layer, from forward to backward"
     trained = [leaf for leaf in most if leaf.trainable]
-    flight = float(_layer_bytes(trained, "param_dtype"))
-    if schedule.late_reduce and placement.shards > 1:
-        flight += flight + _STAGED * _layer_bytes(trained, "reduce_dtype")
-    return [Kept("gathered", gathered, words), Kept("gradients in flight", flight, "computed, waiting, staged")]
+    gradient, waits = float(_layer_bytes(trained, "param_dtype")), schedule.late_reduce and placement.shards > 1
+    staged = _STAGED * _layer_bytes(trained, "reduce_dtype") if waits else 0.0
+    words += ", gradients of one and of one that waits" if waits else ", gradients of one"
+    return _Window(gathered, gradient * (1 + waits), staged, words)
 
 
 _STAGED = 0.4
@@ -193,14 +281,19 @@ _STAGED = 0.4
 
 
 def device_bytes(tree) -> int:
-    """Bytes of a pytree of arrays (or abstract ones with shardings) on one device."""
+    """Bytes of a pytree of arrays (or abstract ones with shardings) in the memory of one device."""
+    return sum(_one_device(a) for a in jax.tree.leaves(tree) if a.sharding.memory_kind != HOST)
 
-    def one(a) -> int:
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            return 0
-        return math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
 
-    return sum(one(a) for a in jax.tree.leaves(tree))
+def host_bytes(tree) -> int:
+    """Bytes of a pytree of arrays that one device keeps in the memory of its host."""
+    return sum(_one_device(a) for a in jax.tree.leaves(tree) if a.sharding.memory_kind == HOST)
+
+
+def _one_device(a) -> int:
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        return 0
+    return math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
 
 
 class _Unit:
@@ -257,7 +350,7 @@ class _Unit:
         if self.placement.whole_at_rest or not self.cut:
             return []
         if passes is None:
-            passes, why = self._passes()
+            passes, why = self.passes()
         out = []
         wires = [(*_gather_wire(leaf), leaf.layers or 1) for leaf in self.cut]
         for dtype in sorted({name for name, _, _ in wires}):
@@ -273,7 +366,7 @@ class _Unit:
             )
         return out
 
-    def _passes(self) -> tuple[float, str]:
+    def passes(self) -> tuple[float, str]:
         if not self.placement.reshard_after_forward:
             return 1, "forward; kept into backward"
         if self.placement.regather:
@@ -372,18 +465,21 @@ def _is_gathered_after(leaf: ParamLayout) -> bool:
     return leaf.placement.whole_at_rest and bool(leaf.placement.shard_axes)
 
 
+def _uses(leaf: ParamLayout, plan: Plan) -> tuple[str, ...]:
+    return plan.units[leaf.unit].uses if leaf.unit in plan.units else ()
+
+
 def _table_copy(leaf: ParamLayout, plan: Plan) -> int:
     """An embedding that is cut on its width is copied once, transposed, to look rows up."""
-    uses = plan.units[leaf.unit].uses if leaf.unit in plan.units else ()
-    if "embed" not in uses or leaf.dim is None or leaf.placement.whole_at_rest or leaf.placement.shards == 1:
+    is_whole = leaf.dim is None or leaf.placement.whole_at_rest or leaf.placement.shards == 1
+    if is_whole or "embed" not in _uses(leaf, plan):
         return 0
     return math.prod(leaf.shard_shape) * leaf.dtype.itemsize
 
 
 def _summed(leaf: ParamLayout, plan: Plan) -> int:
     """What adding both gradients of a whole tied table takes, after the backward pass: the embedding's, and the sum."""
-    uses = plan.units[leaf.unit].uses if leaf.unit in plan.units else ()
-    if len(uses) < 2 or leaf.dim is not None:
+    if len(_uses(leaf, plan)) < 2 or leaf.dim is not None:
         return 0
     return leaf.size * (leaf.param_dtype.itemsize + leaf.dtype.itemsize)
 
@@ -393,6 +489,10 @@ def _gather_wire(leaf: ParamLayout) -> tuple[str, int]:
     if leaf.gather_dtype is None:
         return leaf.param_dtype.name, _bytes(leaf, leaf.param_dtype)
     return "uint8", leaf.placement.shards * quantise.wire_bytes(math.prod(leaf.shard_shape))
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def _bytes(leaf: ParamLayout, dtype) -> int:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
@@ -142,16 +143,22 @@ def forecast(job: Job, plan: Plan, state: TrainState) -> Iterator[Table]:
     yield sharding_table(plan, tokens=job.tokens)
     how = dict(accumulate=job.config.data.accumulate, no_sync=not job.config.training.sync)
     dtype = job.sharding["mp_policy"].param_dtype
-    layers = trace(job.make_model, sequences=job.share, tokens=job.config.data.seq_len, dtype=dtype)
-    kept = planning.memory(plan, state, layers, schedule=job.schedule, **how)
-    table = Table(box=box.SIMPLE, show_footer=True, title="Memory of a device", **_TITLE)
-    table.add_column("what", "needed by the step")
-    table.add_column("bytes", in_words(sum(one.bytes for one in kept)), justify="right")
-    table.add_column("formula", style="dim")
-    for one in kept:
-        if one.bytes:
+    kinds = dict(dtype=dtype, trainable=job.sharding.get("trainable", nnx.Param))
+    layers = trace(job.make_model, sequences=job.share, tokens=job.config.data.seq_len, **kinds)
+    kept = planning.memory(plan, state, layers, schedule=job.schedule, tokens=job.tokens, **how)
+    on_host = [one for one in planning.host_memory(plan, state) if one.bytes]
+    for title, needed, rows in (
+        ("Memory of a device", "needed by the step", kept),
+        ("Memory of the host for one device", "in all", on_host),
+    ):
+        table = Table(box=box.SIMPLE, show_footer=True, title=title, **_TITLE)
+        table.add_column("what", needed)
+        table.add_column("bytes", in_words(sum(one.bytes for one in rows)), justify="right")
+        table.add_column("formula", style="dim")
+        for one in rows:
             table.add_row(one.name, in_words(one.bytes), one.formula)
-    yield table
+        if rows:
+            yield table
 
     moves = planning.traffic(plan, schedule=job.schedule, tokens=job.tokens, **how)
     table = Table(box=box.SIMPLE, show_footer=True, title="Traffic of a step", **_TITLE)

@@ -145,18 +145,22 @@ def tables(forecast: Forecast) -> Iterator[Table | str]:
     head = Table.grid(padding=(0, 2))
     replicas, shards = work.shape
     sequences = work.batch * work.accumulate
+    scale = ", loss scaled" if work.state.scale is not None else ""
     lines = {
         "model": f"{work.model}: {work.plan.num_params:,} parameters"
         + (f", {forecast.trained:,} of them trained" if work.lora else ""),
         "devices": f"{work.devices} x {chip.name}, mesh {replicas}x{shards}, {placement.strategy.value}",
         "batch": f"{sequences:,} sequence{'s' if sequences > 1 else ''} of {work.seq_len:,} tokens per GPU and step"
         + (f", in {work.accumulate} micro-batches" if work.accumulate > 1 else ""),
-        "compute": f"{work.precision}, gradients reduced in {work.reduce_dtype}, remat {work.remat}, {work.optimizer}",
+        "compute": f"{work.precision}, gradients reduced in {work.reduce_dtype}{scale}, remat {work.remat}, "
+        f"{work.optimizer}",
     }
     for name, words in lines.items():
         head.add_row(f"[bold cyan]{name}", escape(words))
     yield head
     yield memory_table(forecast)
+    if forecast.on_host:
+        yield host_table(forecast)
     yield traffic_table(forecast)
     yield time_table(forecast)
     for warning in forecast.warnings:
@@ -167,15 +171,30 @@ def memory_table(forecast: Forecast) -> Table:
     chip = forecast.work.cluster.chip
     spare = forecast.spare
     verdict = f"fits, {in_words(spare)} to spare" if forecast.fits else f"[red]does not fit[/], by {in_words(-spare)}"
+    allowed = sum(k.bytes for k in forecast.allowance)
+    parts = ", ".join(f"{k.name} {in_words(k.bytes)}" for k in forecast.allowance)
     table = Table(box=box.SIMPLE, show_footer=True, title=f"Memory of one GPU: {verdict}", **_TITLE)
-    table.add_column("what", "needed by the step")
-    table.add_column("bytes", in_words(forecast.needed), justify="right")
-    taken = in_words(forecast.outside)
-    outside = f"of {in_words(forecast.capacity)}: {in_words(chip.memory)} less {taken} of CUDA and NCCL, "
-    table.add_column("formula", outside + "3% fragments", style="dim")
+    table.add_column("what", "in all")
+    table.add_column("bytes", in_words(forecast.needed + allowed), justify="right")
+    table.add_column("formula", f"of {in_words(chip.memory)}", style="dim")
     for one in forecast.kept:
-        if one.bytes:
-            table.add_row(one.name, in_words(one.bytes), escape(one.formula))
+        table.add_row(one.name, in_words(one.bytes), escape(one.formula))
+    table.add_section()
+    table.add_row("needed by the step", in_words(forecast.needed), "what the compiled program allocates")
+    table.add_row("allowance", in_words(allowed), parts)
+    return table
+
+
+def host_table(forecast: Forecast) -> Table:
+    got, given = forecast.host_traffic
+    count = min(forecast.work.devices, forecast.work.per_host)
+    table = Table(box=box.SIMPLE, show_footer=True, title="Memory of the host for one GPU", **_TITLE)
+    table.add_column("what", "in all")
+    table.add_column("bytes", in_words(sum(k.bytes for k in forecast.on_host)), justify="right")
+    words = f"{in_words(forecast.per_host)} a host of {count}; a step gets {in_words(got)} and gives {in_words(given)}"
+    table.add_column("formula", words, style="dim")
+    for one in forecast.on_host:
+        table.add_row(one.name, in_words(one.bytes), escape(one.formula))
     return table
 
 
@@ -213,8 +232,10 @@ def time_table(forecast: Forecast) -> Table:
         ("optimizer", t.optimizer, "bound by memory bandwidth"),
         ("slowed", t.slowed, f"compute beside {hidden * 1e3:,.0f} ms of hidden communication"),
         ("exposed", t.exposed, f"of {t.communication * 1e3:,.0f} ms of communication"),
+        ("host copies", t.copies, f"at {forecast.work.cluster.chip.host / 1e9:,.0f} GB/s, as if nothing hid them"),
     ):
-        table.add_row(name, f"{seconds * 1e3:,.1f}", words)
+        if seconds or name != "host copies":
+            table.add_row(name, f"{seconds * 1e3:,.1f}", words)
     return table
 
 

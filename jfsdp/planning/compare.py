@@ -153,6 +153,11 @@ def compile_workload(work: Workload) -> Compared:
     if described is None:
         known = ", ".join(name for name, chip in CHIPS.items() if chip.described)
         raise ValueError(f"gpu {work.gpu!r} is not described to the compiler. Compile for one of {known}.")
+    if work.offload != "none":
+        raise ValueError(
+            f"offload is {work.offload!r}, but GPUs that are only described have no host whose memory a program could "
+            "name. Leave out --compile to plan it by formula, or --offload to compile the rest."
+        )
     if missing := gpu.missing_tools():
         raise RuntimeError(f"compiling for GPUs without one needs {missing}: pip install 'jfsdp[aot]'.")
     work = dataclasses.replace(work, attention=work.attention if work.attention not in (None, "cudnn") else "chunked")

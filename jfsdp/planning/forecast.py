@@ -21,8 +21,10 @@ from jfsdp.vocab import STREAM_ABOVE
 GIB = 2**30
 CONTEXT_BYTES, COMMUNICATOR_BYTES = 0.6 * GIB, 0.4 * GIB
 """Outside of the compiler's memory: a CUDA context with its libraries, and NCCL's buffers per group of devices."""
-USABLE = 0.97
-"""Of what a GPU has left, what an allocator can hand out before fragments stop it."""
+FRAGMENTS = 0.03
+"""Of what a GPU has left, what an allocator cannot hand out."""
+HOST_LIMIT = 64 * GIB
+"""Pinned memory that JAX takes on a host in one process, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,20 @@ class Forecast:
             schedule=w.schedule,
             accumulate=w.accumulate,
             no_sync=not w.sync,
+            tokens=w.tokens,
         )
+
+    @cached_property
+    def on_host(self) -> list[Kept]:
+        """What one GPU keeps in its host's memory; empty where nothing is offloaded."""
+        return [k for k in formulas.host_memory(self.work.plan, self.work.state) if k.bytes]
+
+    @cached_property
+    def host_traffic(self) -> tuple[float, float]:
+        """Bytes that one GPU gets from its host's memory and gives to it, per step."""
+        w = self.work
+        how = dict(schedule=w.schedule, accumulate=w.accumulate, no_sync=not w.sync)
+        return formulas.host_traffic(w.plan, w.state, **how)
 
     @cached_property
     def moves(self) -> list[Move]:
@@ -56,14 +71,21 @@ class Forecast:
         return sum(k.bytes for k in self.kept)
 
     @property
-    def outside(self) -> float:
-        """Bytes that CUDA and NCCL take beside it."""
-        return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(n > 1 for n in self.work.shape)
+    def allowance(self) -> list[Kept]:
+        """Bytes of a GPU that no step can have."""
+        groups = sum(n > 1 for n in self.work.shape)
+        outside = CONTEXT_BYTES + COMMUNICATOR_BYTES * groups
+        fragments = FRAGMENTS * (self.work.cluster.chip.memory - outside)
+        return [
+            Kept("CUDA", CONTEXT_BYTES, "a context with its libraries"),
+            Kept("NCCL", COMMUNICATOR_BYTES * groups, "buffers, per kind of group"),
+            Kept("fragments", fragments, f"{FRAGMENTS:.0%} of what is left"),
+        ]
 
     @property
     def capacity(self) -> float:
         """Bytes that a step may need on this GPU."""
-        return (self.work.cluster.chip.memory - self.outside) * USABLE
+        return self.work.cluster.chip.memory - sum(k.bytes for k in self.allowance)
 
     @property
     def spare(self) -> float:
@@ -78,6 +100,11 @@ class Forecast:
     def fraction(self) -> float:
         """What XLA_PYTHON_CLIENT_MEM_FRACTION must be at least; JAX takes 0.75 where it is not set."""
         return math.ceil(self.needed / self.work.cluster.chip.memory * 100) / 100
+
+    @property
+    def per_host(self) -> float:
+        """Bytes in the memory of one host."""
+        return sum(k.bytes for k in self.on_host) * min(self.work.devices, self.work.per_host)
 
     @property
     def received(self) -> float:
@@ -129,7 +156,9 @@ class Forecast:
             gathers=gathers,
             wire_bytes=w.compute_dtype.itemsize,
             reduce_bytes=2 if w.reduce_dtype == "bf16" else 4,
-            state_bytes=4 * (3 + 2 * moments),  # parameter read and written, gradient read, moments read and written
+            # Parameter read and written, gradient read, moments read and written.
+            state_bytes=0 if w.plan.offload.step_on == "host" else 4 * (3 + 2 * moments),
+            host_bytes=sum(self.host_traffic),
             checkpointing=w.remat,
             accumulate=w.accumulate,
             reduces_each=w.sync,
@@ -159,7 +188,7 @@ class Forecast:
                     f"a layer has {unit / 1e6:,.0f}M parameters; units of 50 to 200M make a gather's latency small."
                 )
             if unit > 200e6:
-                window = next(k.bytes for k in self.kept if k.name == "gathered")
+                window = next(k.bytes for k in self.kept if k.name == "gathered window")
                 found.append(
                     f"a layer has {unit / 1e6:,.0f}M parameters, above the usual 50 to 200M: whole layers take "
                     f"{window / GIB:,.1f} GiB, however many GPUs share the rest."
@@ -168,6 +197,14 @@ class Forecast:
             found.append(
                 f"a token goes through {active / 1e6:,.0f}M of a layer's {unit / 1e6:,.0f}M parameters: time counts "
                 "these, and the rows of experts, in blocks, may take up to twice as long."
+            )
+        if self.work.plan.offload.step_on == "host":
+            found.append("the host computes the update, which takes its own time: that is not in the estimate.")
+        if (pinned := self.per_host) > HOST_LIMIT:
+            setting = f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(pinned / GIB)}"
+            found.append(
+                f"a process that has a host's GPUs keeps {pinned / GIB:,.1f} GiB in pinned memory and JAX takes 64 at "
+                f"most: set {setting}, or start one process per GPU."
             )
         if self.fits and self.fraction > 0.75:
             setting = f"XLA_PYTHON_CLIENT_MEM_FRACTION={self.fraction + 0.02:.2f}"
@@ -215,12 +252,14 @@ class Forecast:
             "mesh": w.mesh,
             "strategy": w.plan.placement.strategy.value,
             "tokens_per_gpu": w.tokens * w.accumulate,
-            "memory_bytes": {k.name: round(k.bytes) for k in self.kept if k.bytes},
+            "memory_bytes": {k.name: round(k.bytes) for k in self.kept},
             "needed_bytes": round(self.needed),
-            "outside_bytes": round(self.outside),
+            "allowance_bytes": {k.name: round(k.bytes) for k in self.allowance},
             "capacity_bytes": round(self.capacity),
             "fits": self.fits,
             "spare_bytes": round(self.spare),
+            "host_memory_bytes": {k.name: round(k.bytes) for k in self.on_host},
+            "host_traffic_bytes": {"got": round(self.host_traffic[0]), "given": round(self.host_traffic[1])},
             "traffic": [
                 {
                     "unit": m.unit,
@@ -237,6 +276,7 @@ class Forecast:
             "step_seconds_range": [low, high],
             "exposed_seconds": t.exposed,
             "communication_seconds": t.communication,
+            "host_copy_seconds": t.copies,
             "tokens_per_second_per_gpu": t.tokens_per_second,
             "mfu": t.mfu,
             "warnings": self.warnings,

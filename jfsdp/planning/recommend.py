@@ -15,7 +15,7 @@ from jfsdp.planning.workload import Workload
 
 LORA = "8,16,all"
 """What advice tries where training everything does not fit; any family has these targets."""
-ACTIVATIONS = ("saved activations", "layers at work", "next micro-batch")
+ACTIVATIONS = ("activations saved", "activations at work")
 """What grows with the batch."""
 STATE = ("parameters", "optimizer", "gradients")
 FOUR_BITS = 0.55
@@ -53,7 +53,7 @@ def advice(work: Workload) -> Iterator[str]:
             f"{_gib(work.cluster.chip.memory)}{_instead(work, alone)}."
         )
     full = Forecast(replace(work, strategy="FULL_SHARD"))
-    floor = sum(k.bytes for k in full.kept if k.name in (*ACTIVATIONS, "gathered", "gradients in flight"))
+    floor = sum(k.bytes for k in full.kept if k.name in (*ACTIVATIONS, "gathered window", "reduce staging"))
     if floor > full.capacity:
         yield (
             f"No number of GPUs is enough at this batch: whole layers and activations alone take {_gib(floor)}. "

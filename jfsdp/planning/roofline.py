@@ -87,7 +87,9 @@ class Run:
     """Of a gathered number."""
     reduce_bytes: int = 4
     state_bytes: float = 28.0
-    """Moved by the optimizer per parameter of a device."""
+    """Moved by the optimizer per parameter of a device; 0 where the host does it."""
+    host_bytes: float = 0.0
+    """Moved between the memories of a device and its host."""
     checkpointing: str = "full"
     accumulate: int = 1
     reduces_each: bool = True
@@ -114,6 +116,8 @@ class Timing:
     """All of it, hidden or not."""
     slowed: float
     """What compute loses to communication beside it."""
+    copies: float
+    """Between the memories of device and host, counted as if nothing hid them."""
     tokens: float
     model_flops: float
     peak: float
@@ -122,7 +126,7 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.head + self.optimizer + self.exposed + self.slowed
+        return sum((self.forward, self.backward, self.head, self.optimizer, self.exposed, self.slowed, self.copies))
 
     @property
     def range(self) -> tuple[float, float]:
@@ -192,6 +196,7 @@ def step_time(shape: Shape, run: Run, cluster: Cluster, rates: Rates = Rates()) 
         exposed=lanes.exposed,
         communication=lanes.communication,
         slowed=lanes.slowed,
+        copies=run.host_bytes / chip.host,
         tokens=n * shape.tokens,
         model_flops=shape.layers * ((4 + 2 * trained) * active + 6 * shape.attention) + head_flops * shape.head_params,
         peak=chip.peak,

@@ -22,10 +22,11 @@ from jfsdp.families import Model, find_model
 from jfsdp.layout import Plan
 from jfsdp.lora import add_lora, parse_lora
 from jfsdp.mesh import REPLICA, SHARD, parse_mesh
+from jfsdp.offload import POLICIES, OffloadPolicy
 from jfsdp.optim import label_params
 from jfsdp.planning.footprint import Layers, batch_shapes, trace
 from jfsdp.planning.hardware import Cluster
-from jfsdp.precision import MixedPrecision
+from jfsdp.precision import MixedPrecision, parse_dtype
 from jfsdp.schedule import Schedule
 from jfsdp.state import TrainState
 from jfsdp.step import TrainStep, train_step
@@ -53,8 +54,8 @@ class Workload:
         None
     )
     """FULL_SHARD, SHARD_GRAD_OP, SHARD_OPT, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2, as in PyTorch."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Dtype of gathers and matmuls; stored weights and the optimizer stay fp32."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Dtype of gathers and matmuls; stored weights and the optimizer stay fp32. fp16 takes what bf16 takes."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients travel and are summed."""
     optimizer: Literal["adamw", "lion", "momentum", "sgd"] = "adamw"
@@ -66,6 +67,8 @@ class Workload:
     remat: Literal["none", "full", "dots"] = "full"
     """Activations computed again in the backward pass: none; full, all but a layer's input; dots, all but that and
     what matmuls with weights give."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """Keep the optimizer's state, or parameters and gradients too, in the host's memory; all also updates there."""
     seq_len: int = 4096
     """Tokens in a sequence."""
     batch: int = 1
@@ -91,6 +94,8 @@ class Workload:
                 raise ValueError(f"{name} is {getattr(self, name)}; it is a count, so use 1 or more.")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {self.optimizer!r} is unknown. Use one of {', '.join(OPTIMIZERS)}.")
+        if self.offload not in POLICIES:
+            raise ValueError(f"offload {self.offload!r} is unknown. Use one of {', '.join(POLICIES)}.")
         if self.mesh == "auto":
             raise ValueError("mesh is 'auto', but there are no devices to count. Write REPLICASxSHARDS, such as 4x8.")
         if self.lora is not None:
@@ -143,7 +148,7 @@ class Workload:
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        return jnp.dtype(jnp.bfloat16 if self.precision == "bf16" else jnp.float32)
+        return parse_dtype(self.precision, "precision")
 
     @cached_property
     def found(self) -> Model:
@@ -159,7 +164,7 @@ class Workload:
     @property
     def plan(self) -> Plan:
         """From shapes alone, on a mesh of no devices."""
-        return _plan(self.found, self.lora, self.shape, self.strategy, self._precision)
+        return _plan(self.found, self.lora, self.shape, self.strategy, self._precision, POLICIES[self.offload])
 
     def plan_on(self, mesh: Any) -> Plan:
         """The plan on real or described devices, for a step that is compiled."""
@@ -168,6 +173,7 @@ class Workload:
             mesh=mesh,
             strategy=self.strategy,
             mp_policy=self._precision,
+            offload_policy=POLICIES[self.offload],
             trainable=_trainable(self.lora),
         )
 
@@ -204,7 +210,12 @@ def _trainable(lora: str | None) -> type[nnx.Param]:
 
 @cache
 def _plan(
-    model: Model, lora: str | None, shape: tuple[int, int], strategy: str | None, precision: MixedPrecision
+    model: Model,
+    lora: str | None,
+    shape: tuple[int, int],
+    strategy: str | None,
+    precision: MixedPrecision,
+    offload: OffloadPolicy,
 ) -> Plan:
     """Shapes do not depend on batch, checkpointing or schedule, so workloads that differ in these share a plan."""
     return plan_module(
@@ -212,6 +223,7 @@ def _plan(
         mesh=AbstractMesh(shape, (REPLICA, SHARD)),
         strategy=strategy,
         mp_policy=precision,
+        offload_policy=offload,
         trainable=_trainable(lora),
     )
 
