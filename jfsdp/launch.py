@@ -2,7 +2,8 @@
 
 Each process gets torchrun's variables, from which `processes.py` reads who it is; torchrun itself, srun, mpirun and
 Kubernetes do the same over many machines. Process 0 has the terminal, lines of the others begin with their number.
-Signals are passed on. When a process fails, it is named, and the others are ended.
+Signals are passed on. When a process fails, it is named, and the others are ended. When the launcher itself is killed,
+they get SIGTERM from `guard.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 SPEAK_S = 5
@@ -130,9 +133,11 @@ class Launch:
 
     def run(self) -> int:
         """Start all and wait for them, pass signals on, and end all when one fails."""
-        before = {
-            number: signal.signal(number, lambda n, _: self._events.put(signal.Signals(n))) for number in _PASSED_ON
-        }
+        passed_on = [n for n in _PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP, for all
+        before = {n: signal.signal(n, lambda n, _: self._events.put(signal.Signals(n))) for n in passed_on}
+        # A session of its own: what ends the launcher and its terminal shall not end it.
+        command = [sys.executable, "-S", str(Path(__file__).with_name("guard.py")), str(SAVE_S)]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
         try:
             for rank in range(self._count):
                 self._running[rank] = self._start(rank)
@@ -140,6 +145,8 @@ class Launch:
                 self._turn()
         finally:
             self._signal(signal.SIGKILL)
+            self._guard.kill()
+            self._guard.communicate()
             for number, handler in before.items():
                 signal.signal(number, handler)
         for thread in self._copiers:
@@ -155,7 +162,7 @@ class Launch:
             self._signal(self._deadlines.pop(0)[1])
             return
         if isinstance(event, Ended):
-            del self._running[event.rank]
+            self._tell_guard(self._running.pop(event.rank))
             if event.code:
                 self._after_failure(event)
         else:
@@ -202,8 +209,15 @@ class Launch:
         for pipe, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if pipe is not None:
                 self._copiers.append(_thread(lambda pipe=pipe, screen=screen: _copy(rank, pipe, screen)))
+        self._tell_guard(process)
         _thread(lambda: self._events.put(Ended(rank, process.wait())))
         return process
+
+    def _tell_guard(self, process: subprocess.Popen) -> None:
+        """Once when a process has started, once when it has ended."""
+        with suppress(OSError):
+            self._guard.stdin.write(f"{process.pid}\n")
+            self._guard.stdin.flush()
 
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

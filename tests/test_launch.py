@@ -131,6 +131,102 @@ def test_the_end_of_one_that_got_a_signal_cuts_none_short(program, hurried, tmp_
     assert (tmp_path / "saved").exists() and "jfsdp.launch" not in capfd.readouterr().err
 
 
+def is_alive(pid: int) -> bool:
+    """A zombie is not, whose parent in a container may never ask for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(what, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into Linux's /proc")
+
+
+@linux
+def test_processes_and_what_they_started_end_when_the_launcher_is_killed(program, tmp_path):
+    """They get SIGTERM, as from the launcher, and may save; who has ended before is left alone."""
+    path = program("""
+        import subprocess
+        from pathlib import Path
+        def save(*_):
+            Path(arguments[0], f"saved{rank}").touch()
+            sys.exit(143)
+        if rank == 2:
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        worker = subprocess.Popen(["sleep", "600"])
+        Path(arguments[0], f"new{rank}").write_text(f"{os.getpid()} {worker.pid}")
+        Path(arguments[0], f"new{rank}").rename(Path(arguments[0], f"pids{rank}"))
+        time.sleep(600)
+    """)
+    command = [sys.executable, "-m", "jfsdp.launch", "--nproc", "3", path, str(tmp_path)]
+    started = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: all((tmp_path / f"pids{rank}").exists() for rank in (0, 1)))
+    pids = [int(pid) for rank in (0, 1) for pid in (tmp_path / f"pids{rank}").read_text().split()]
+    assert all(map(is_alive, pids))
+    started.kill()
+    wait_for(lambda: not any(map(is_alive, pids)), 10)
+    assert started.communicate(timeout=10)[1] == "jfsdp.launch was killed; its processes were told to end.\n"
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+
+
+@linux
+@pytest.mark.slow
+def test_a_run_saves_and_ends_with_its_data_workers_when_the_launcher_is_killed(tmp_path):
+    options = f"--mesh 1x2 --steps 5000 --batch-size 4 --workers 2 --metrics {tmp_path}/m --checkpoint {tmp_path}/run"
+    command = [sys.executable, "-m", "jfsdp.launch", "--nproc", "2", "train.py", *options.split()]
+    environ = {**os.environ, "XLA_FLAGS": ""}
+    started = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: (tmp_path / "m").exists() and len((tmp_path / "m").read_text().splitlines()) > 3, 120)
+
+    def offspring(pid: int) -> list[int]:
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        found = [child for thread in threads for child in (thread / "children").read_text().split()]
+        return [int(child) for child in found] + [each for child in found for each in offspring(int(child))]
+
+    pids = offspring(started.pid)
+    started.kill()
+    assert len(pids) >= 1 + 2 + 2 * 2  # the guard, two processes with two data workers each, and what helps them
+    wait_for(lambda: not any(map(is_alive, pids)), 60)
+    started.wait()
+    (checkpoint,) = (tmp_path / "run").glob("step_*")
+    assert (checkpoint / "jfsdp.json").exists()
+
+
+@linux
+def test_who_does_not_listen_is_killed_when_the_launcher_was():
+    """And whose number was told twice has ended: it may be another process by now."""
+    other = subprocess.Popen(["sleep", "60"], process_group=0)
+    deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait; wait"], process_group=0)
+    children = Path(f"/proc/{deaf.pid}/task/{deaf.pid}/children")
+    wait_for(children.read_text)
+    pids = [deaf.pid, int(children.read_text())]
+    guard = [sys.executable, "-S", str(Path(launch.__file__).with_name("guard.py")), "0.5"]
+    told = f"{other.pid}\n{deaf.pid}\n{other.pid}\n"
+    assert subprocess.run(guard, input=told, text=True, timeout=20).returncode == 0
+    wait_for(lambda: not any(map(is_alive, pids)), 5)
+    assert is_alive(other.pid)
+    for process in (deaf, other):
+        process.kill()
+        process.wait()
+
+
+def test_under_nohup_the_end_of_a_terminal_ends_nothing(program):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        path = program("os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5)")
+        assert launch.main([path]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["--nproc", "2"], "name the program to start"), (["--nproc", "0", "x.py"], "--nproc is 0; .* use 1 or more")],
