@@ -22,7 +22,7 @@ def guard(seconds: float) -> None:
         _send(os.kill, group, signal.SIGTERM)
     if left:
         with suppress(OSError):  # the terminal may be gone, too
-            print("jfsdp.launch was killed; its processes were told to end.", file=sys.stderr, flush=True)
+            print(f"jfsdp.launch was killed; its processes have {seconds:g} s to end.", file=sys.stderr, flush=True)
     deadline = time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -2,8 +2,8 @@
 
 Each process gets torchrun's variables, from which `processes.py` reads who it is; torchrun itself, srun, mpirun and
 Kubernetes do the same over many machines. Process 0 has the terminal, lines of the others begin with their number.
-Signals are passed on. When a process fails, it is named, and the others are ended. When the launcher itself is killed,
-they get SIGTERM from `guard.py`.
+Signals are passed on, a third Ctrl-C as SIGKILL. When a process fails, it is named, and the others are ended. When the
+launcher itself is killed, they get SIGTERM from `guard.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ END_S = 15
 SAVE_S = 600
 """Seconds that all have to end after a signal that was passed on: they may be saving."""
 FOLLOW_S = 60
-"""Seconds that the others have when one has ended in good order after a signal."""
+"""Seconds that the others have when one has ended in good order after a signal, and all when the launcher is killed."""
 
 SLURM = """\
 #!/bin/bash
@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("name the program to start, such as train.py.")
     if asked.nproc < 1:
         parser.error(f"--nproc is {asked.nproc}; it counts processes, so use 1 or more.")
+    if not asked.is_module and not Path(asked.program).exists():
+        parser.error(f"there is no {asked.program} in {Path.cwd()}. Name a Python file, or -m and a module.")
     command = [sys.executable, *(["-m"] if asked.is_module else []), asked.program, *asked.arguments]
     return Launch(command, asked.nproc).run()
 
@@ -127,7 +129,7 @@ class Launch:
         self._events: queue.SimpleQueue[Ended | signal.Signals] = queue.SimpleQueue()  # reentrant: handlers put here
         self._copiers: list[threading.Thread] = []
         self._deadlines: list[tuple[float, int]] = []
-        self._is_stopping, self._first_failure = False, 0
+        self._is_stopping, self._interrupts, self._first_failure = False, 0, 0
         self._command, self._count = command, count
         self._running: dict[int, subprocess.Popen] = {}
 
@@ -136,7 +138,7 @@ class Launch:
         passed_on = [n for n in _PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP, for all
         before = {n: signal.signal(n, lambda n, _: self._events.put(signal.Signals(n))) for n in passed_on}
         # A session of its own: what ends the launcher and its terminal shall not end it.
-        command = [sys.executable, "-S", str(Path(__file__).with_name("guard.py")), str(SAVE_S)]
+        command = [sys.executable, "-S", str(Path(__file__).with_name("guard.py")), str(FOLLOW_S)]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
         try:
             for rank in range(self._count):
@@ -166,7 +168,8 @@ class Launch:
             if event.code:
                 self._after_failure(event)
         else:
-            self._signal(event)
+            self._interrupts += event == signal.SIGINT
+            self._signal(event if self._interrupts < 3 else signal.SIGKILL)
             if not self._is_stopping:
                 self._is_stopping = True
                 self._end_by((SAVE_S, signal.SIGKILL))
@@ -206,7 +209,7 @@ class Launch:
         pipes = {} if rank == 0 else dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         # A group of its own: Ctrl-C reaches only the launcher, which passes it on once.
         process = subprocess.Popen(self._command, env=environment, stdin=subprocess.DEVNULL, process_group=0, **pipes)
-        for pipe, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        for pipe, screen in ((process.stdout, 1), (process.stderr, 2)):
             if pipe is not None:
                 self._copiers.append(_thread(lambda pipe=pipe, screen=screen: _copy(rank, pipe, screen)))
         self._tell_guard(process)
@@ -233,8 +236,8 @@ def _copy(rank: int, pipe, screen) -> None:
     """Lines of a process to the screen, each under its number, in one write each so that they stay whole."""
     with pipe:
         for line in pipe:
-            screen.write(f"[{rank}] {line.decode(errors='replace')}")
-            screen.flush()
+            with suppress(OSError):  # nobody reads on, as behind `| head`: no reason to stop, nor to write it later
+                os.write(screen, b"[%d] %s" % (rank, line))
 
 
 def _say(words: str) -> None:

@@ -173,7 +173,7 @@ def test_processes_and_what_they_started_end_when_the_launcher_is_killed(program
     assert all(map(is_alive, pids))
     started.kill()
     wait_for(lambda: not any(map(is_alive, pids)), 10)
-    assert started.communicate(timeout=10)[1] == "jfsdp.launch was killed; its processes were told to end.\n"
+    assert started.communicate(timeout=10)[1] == "jfsdp.launch was killed; its processes have 60 s to end.\n"
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
 
 
@@ -218,6 +218,34 @@ def test_who_does_not_listen_is_killed_when_the_launcher_was():
         process.wait()
 
 
+def test_a_third_ctrl_c_ends_who_does_not_listen(program):
+    path = program("""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for _ in range(3):
+            time.sleep(0.2)
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+    """)
+    since = time.monotonic()
+    assert launch.main([path]) == 137
+    assert time.monotonic() - since < 10
+
+
+def test_a_screen_that_is_gone_ends_nothing(program, tmp_path):
+    """Behind `| head`, whose end only process 0 notices, if it still writes."""
+    path = program("""
+        for i in range(1000 * rank):
+            print("line", i)
+        open(arguments[0] + f"/ended{rank}", "w")
+    """)
+    words = [sys.executable, "-m", "jfsdp.launch", "--nproc", "2", path, str(tmp_path)]
+    started = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started.stdout.readline()
+    started.stdout.close()
+    assert started.communicate(timeout=30)[1] == "" and started.returncode == 0
+    assert (tmp_path / "ended1").exists()
+
+
 def test_under_nohup_the_end_of_a_terminal_ends_nothing(program):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -229,7 +257,11 @@ def test_under_nohup_the_end_of_a_terminal_ends_nothing(program):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--nproc", "2"], "name the program to start"), (["--nproc", "0", "x.py"], "--nproc is 0; .* use 1 or more")],
+    [
+        (["--nproc", "2"], "name the program to start"),
+        (["--nproc", "0", "x.py"], "--nproc is 0; .* use 1 or more"),
+        (["--nproc", "2", "nosuch.py"], "there is no nosuch.py in .*. Name a Python file, or -m and a module"),
+    ],
 )
 def test_what_cannot_be_started_is_refused(capsys, words, message):
     with pytest.raises(SystemExit) as exit:
