@@ -117,13 +117,22 @@ def _checked(group: Group) -> Group:
             "--coordinator HOST:PORT, with the host of process 0 and a free port there (for torchrun's variables: "
             "MASTER_ADDR and MASTER_PORT)."
         )
-    if not re.fullmatch(r".+:\d+", group.coordinator):
-        raise ValueError(f"the coordinator {group.coordinator!r} is no HOST:PORT. Write for example node1:1234.")
+    if not (found := re.fullmatch(r".+:(\d{1,5})", group.coordinator)) or not 0 < int(found[1]) < 1 << 16:
+        raise ValueError(
+            f"the coordinator {group.coordinator!r} is no HOST:PORT. Write for example node1:1234; ports end at 65535."
+        )
+    if not 0 <= group.local_index < group.local_count:
+        raise ValueError(
+            f"{group.source} say that this is process {group.local_index} of {group.local_count} on this host, counted "
+            "from 0. Set LOCAL_RANK and LOCAL_WORLD_SIZE to what is the case, or neither."
+        )
     return group
 
 
 def _torchrun(environ: Mapping[str, str]) -> Group | None:
     if not {"RANK", "WORLD_SIZE"} <= environ.keys():
+        if (count := _number(environ, "WORLD_SIZE", 1)) > 1:
+            _log.warning("WORLD_SIZE is %d and RANK is not set: torchrun's variables are not used. Set both.", count)
         return None
     address = None
     if {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
@@ -146,7 +155,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Group | None:
     count, local_count = _number(environ, "OMPI_COMM_WORLD_SIZE"), _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     address = None
     if "OMPI_MCA_orte_hnp_uri" in environ:
-        address = _clusters().OmpiCluster.get_coordinator_address(None, environ.get("JAX_COORDINATOR_PORT"))
+        address = _address(_clusters().OmpiCluster, environ)
     elif count == local_count:  # Open MPI 5 does not tell the host of process 0, but here there is only one
         job = environ.get("PMIX_NAMESPACE", "")
         address = f"127.0.0.1:{61440 + zlib.crc32(job.encode()) % 4096}"
@@ -171,7 +180,7 @@ def _slurm(environ: Mapping[str, str]) -> Group | None:
         source="Slurm",
         count=_number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"),
         index=_number(environ, "SLURM_PROCID"),
-        coordinator=_clusters().SlurmCluster.get_coordinator_address(None, environ.get("JAX_COORDINATOR_PORT")),
+        coordinator=_address(_clusters().SlurmCluster, environ),
         local_index=_number(environ, "SLURM_LOCALID"),
         local_count=per_node[min(_number(environ, "SLURM_NODEID", 0), len(per_node) - 1)],
         owns_devices=bool({"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & environ.keys()),
@@ -205,13 +214,27 @@ def _kubernetes(environ: Mapping[str, str]) -> Group | None:
         )
         return None
     cluster = _clusters().K8sCluster
-    cluster.is_env_present()  # loads the credentials of the pod
-    return Group(
-        source="Kubernetes",
-        count=cluster.get_process_count(),
-        index=cluster.get_process_id(),
-        coordinator=cluster.get_coordinator_address(300, environ.get("JAX_COORDINATOR_PORT")),
-    )
+    try:
+        cluster.is_env_present()  # loads the credentials of the pod
+        return Group(
+            source="Kubernetes",
+            count=cluster.get_process_count(),
+            index=cluster.get_process_id(),
+            coordinator=cluster.get_coordinator_address(300, environ.get("JAX_COORDINATOR_PORT")),
+        )
+    except Exception as error:  # whatever its client raises: no credentials, no right to ask, no answer
+        raise ValueError(
+            f"this pod belongs to an indexed Kubernetes job, and asking for the job failed: {error}. Let the pod's "
+            "service account read pods and jobs, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
+def _address(cluster, environ: Mapping[str, str]) -> str | None:
+    """None where what a launcher set is not what JAX expects of it."""
+    try:
+        return cluster.get_coordinator_address(None, environ.get("JAX_COORDINATOR_PORT"))
+    except (ValueError, LookupError):
+        return None
 
 
 def _clusters():

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -111,12 +112,20 @@ def test_without_a_launcher_it_is_alone():
         ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "not where process 0 can be reached. .*MASTER_ADDR and MASTER_PORT"),
         ({**TORCHRUN, "RANK": "one"}, {}, "RANK is 'one'; it should be a number, .* or give --coordinator"),
         ({**TORCHRUN, "MASTER_PORT": ""}, {}, "MASTER_PORT is ''; it should be a number"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, {}, "'node1:99999' is no HOST:PORT. .* ports end at 65535"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, {}, "this is process 1 of 1 on this host, .* Set LOCAL_RANK"),
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "no uri"}, {}, "Open MPI tells .* not where process 0 can be reached"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, {}, "OMPI_COMM_WORLD_LOCAL_SIZE is missing in the environment"),
         ({k: v for k, v in SLURM.items() if "NUM" not in k and "NTASKS" not in k}, {}, "SLURM_NTASKS is missing"),
     ],
-    ids=["partly", "index", "count", "address", "no address", "no number", "empty", "open mpi", "slurm"],
-)
-def test_what_is_missing_or_wrong_is_named(environ, given, message):
+    ids=[
+        "partly", "index", "count", "address", "no address", "no number", "empty", "port", "local", "uri", "open mpi",
+        "slurm",
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_wrong_is_named(environ, given, message, monkeypatch):
+    for name, value in environ.items():  # JAX's readers look there
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         detect(environ=environ, **given)
 
@@ -124,9 +133,20 @@ def test_what_is_missing_or_wrong_is_named(environ, given, message):
 def test_a_job_that_started_no_tasks_is_warned_about(caplog):
     with caplog.at_level(logging.WARNING):
         assert detect(environ={"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}).count == 1
+        assert detect(environ={"WORLD_SIZE": "3"}).count == 1
         assert detect(environ={"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "1"}).count == 1
+    assert "WORLD_SIZE is 3 and RANK is not set: torchrun's variables are not used. Set both" in caplog.text
     assert "4 tasks, but srun started none: training alone. Use srun." in caplog.text
     assert "pip install kubernetes, or set RANK" in caplog.text
+
+
+def test_a_pod_that_may_not_ask_for_its_job_is_told_what_to_allow(monkeypatch):
+    cluster = type("K8sCluster", (), {"is_env_present": lambda: True})
+    cluster.get_process_count = lambda: (_ for _ in ()).throw(RuntimeError("Kubernetes API Error: 403 - Forbidden"))
+    monkeypatch.setattr(processes, "find_spec", lambda name: True)
+    monkeypatch.setattr(processes, "_clusters", lambda: SimpleNamespace(K8sCluster=cluster))
+    with pytest.raises(ValueError, match="403 - Forbidden. Let the pod's service account read .*, or set RANK, WORLD"):
+        detect(environ={"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "1"})
 
 
 @pytest.mark.parametrize(
