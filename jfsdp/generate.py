@@ -21,7 +21,6 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jfsdp import collectives
-from jfsdp.audit.gpu import compiler_options
 from jfsdp.layout import Plan
 from jfsdp.unit import enter
 
@@ -48,6 +47,26 @@ def make_generate(
         raise ValueError(f"temperature is {temperature}; use 0 for the likeliest token, or more.")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; use 1 or more, or None for all.")
+    compiled, everywhere = _jitted(plan, max_new_tokens, temperature, top_k), plan.sharding(PartitionSpec())
+
+    def generate(params: Any, prompts: Sequence[Sequence[int]], seed: int = 0, buffers: Any = None) -> list[list[int]]:
+        padded, starts = _pad(prompts, plan.placement.shards * plan.placement.replicas)
+        place = lambda a: jax.make_array_from_callback(a.shape, plan.batch_sharding, lambda index: a[index])  # noqa: E731
+        placed = [place(a) for a in (padded, starts, np.arange(len(padded), dtype=np.int32))]
+        tokens = compiled(params, {} if buffers is None else buffers, *placed, jax.random.key(seed))
+        if not tokens.is_fully_addressable:
+            tokens = jax.jit(lambda t: t, out_shardings=everywhere)(tokens)
+        return [_until(row, end) for row in np.asarray(tokens)[: len(prompts)].tolist()]
+
+    return generate
+
+
+def _jitted(plan: Plan, max_new_tokens: int, temperature: float, top_k: int | None) -> Callable[..., Array]:
+    """The loop over tokens, as one program.
+
+    Without the options of a training step: XLA (0.10.2 and 0.12.0.1) cannot double-buffer a loop over tokens that holds
+    one over layers, and says so by an internal error.
+    """
     axes, everywhere = plan.placement.data_axes, PartitionSpec()
     door = plan.door.evaluating()
 
@@ -72,19 +91,7 @@ def make_generate(
     rows = PartitionSpec(axes)
     specs = (plan.map(lambda leaf: leaf.rest_spec), everywhere, rows, rows, rows, everywhere)
     sharded = jax.shard_map(local, mesh=plan.mesh, axis_names=set(axes), in_specs=specs, out_specs=rows)
-    options = compiler_options(plan.mesh.devices.flat[0].platform)
-    compiled = jax.jit(sharded, compiler_options=options or None)
-
-    def generate(params: Any, prompts: Sequence[Sequence[int]], seed: int = 0, buffers: Any = None) -> list[list[int]]:
-        padded, starts = _pad(prompts, plan.placement.shards * plan.placement.replicas)
-        place = lambda a: jax.make_array_from_callback(a.shape, plan.batch_sharding, lambda index: a[index])  # noqa: E731
-        placed = [place(a) for a in (padded, starts, np.arange(len(padded), dtype=np.int32))]
-        tokens = compiled(params, {} if buffers is None else buffers, *placed, jax.random.key(seed))
-        if not tokens.is_fully_addressable:
-            tokens = jax.jit(lambda t: t, out_shardings=plan.sharding(everywhere))(tokens)
-        return [_until(row, end) for row in np.asarray(tokens)[: len(prompts)].tolist()]
-
-    return generate
+    return jax.jit(sharded)
 
 
 def _pad(prompts: Sequence[Sequence[int]], devices: int) -> tuple[np.ndarray, np.ndarray]:

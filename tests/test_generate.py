@@ -5,10 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from jfsdp.generate import make_generate
+from jfsdp.audit import gpu
+from jfsdp.generate import _jitted, make_generate
+from jfsdp.state import TrainState
 from jfsdp.wrap import plan_module
 from models import gpt2, llama
 from models.experts import ExpertOptions
@@ -131,3 +134,20 @@ def test_empty_prompts_and_rows_beyond_the_positions_are_refused():
         make_generate(plan, max_new_tokens=1)(params, [[1], []])
     with pytest.raises(ValueError, match="a row of 33 tokens is longer than the 32 positions"):
         make_generate(plan, max_new_tokens=31)(params, [[1, 2]])
+
+
+def ahead(mesh):
+    """A target for `compile_ahead`."""
+    family, config = MODELS["llama"]
+    plan = plan_module(lambda: family.build(config, rngs=nnx.Rngs(0)), mesh=mesh)
+    rows, key = (jax.ShapeDtypeStruct((4, length), jnp.int32) for length in (8, 1)), jax.eval_shape(jax.random.key, 0)
+    ids = jax.ShapeDtypeStruct((4,), jnp.int32)
+    return _jitted(plan, 5, 1.0, 3), (TrainState.abstract(optax.identity(), plan).params, {}, *rows, ids, key)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(gpu.missing_tools() is not None, reason=f"needs {gpu.missing_tools()}")
+def test_gpus_take_the_program():
+    """With the options of a training step the compiler refused it, on every GPU."""
+    gathered = gpu.compile_ahead(f"{__name__}:ahead", mesh="1x4", options={}).program.select("all-gather")
+    assert gathered and max(c.runs for c in gathered) >= 4  # once for each token that is not the prompt's
