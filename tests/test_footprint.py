@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 from jfsdp.planning.footprint import trace
+from jfsdp.planning.workload import Workload
 from jfsdp.stack import Stack
 from models import llama
 
@@ -43,6 +44,22 @@ def test_full_checkpointing_saves_the_input():
 def test_without_checkpointing_matmul_inputs_and_the_activation_are_saved():
     # x for `up`; tanh(up(x)) for `down`; and the derivative of tanh, which JAX makes an array of its own.
     assert layers("none").saved == 4 * B * T * (D + 2 * F)
+
+
+def test_what_waits_for_a_loop_that_is_computed_again_is_counted_with_the_masks_constant():
+    """As compiled programs have it: the -1e30 is an array of a chunk's scores, beside the rotated queries (before and
+    after they are cut into chunks) and keys; values are saved. The zeros are the result's and those of the gradients
+    of queries, keys and values. cuDNN has no such loop."""
+    batch, tokens, queries, keys, heads, chunk = 2, 4096, 2048, 512, 32, 256
+    work = {attention: Workload(model="llama3-1b", remat="dots", batch=batch, attention=attention).layers[0]
+            for attention in ("chunked", "cudnn")}  # fmt: skip
+    scores = 4 * batch * heads * chunk * tokens
+    others = 2 * batch * tokens * (2 * queries + keys)
+    zeros = 2 * batch * tokens * (2 * queries + 2 * keys)
+    assert work["chunked"].again == pytest.approx(scores + others + zeros, rel=1e-3)
+    assert work["cudnn"].again == pytest.approx(others, rel=1e-3)
+    full = Workload(model="llama3-1b", remat="full", batch=batch, attention="chunked").layers[0]
+    assert full.again > work["chunked"].again  # there what the rest of the layer reads is more
 
 
 def test_operations_are_those_of_the_matmuls():

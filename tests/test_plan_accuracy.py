@@ -31,14 +31,17 @@ class TestMemory:
             "lora",
         }
 
-    def test_nineteen_of_twenty_rows_are_within_5_percent_and_never_under_by_more_than_2(self, memory):
-        """The misses are printed by the benchmark and named in the README; none hides among the others."""
-        assert sum(one.is_right for one in memory) >= 0.95 * len(memory)
+    def test_rows_that_save_matmuls_hold_the_masks_constant(self, memory):
+        """Without it, and the zeros of loops, they are 1 to 3 percent under."""
+        assert all(0 < one.error < 0.025 for one in memory if one.fields.get("remat") == "dots")
 
-    def test_misses_are_of_a_kind_that_is_known(self, memory):
-        """XLA writes the -1e30 of a mask as an array of the scores' size, which shows where little else is there."""
-        missed = {str(one.fields): f"{one.error:+.1%}" for one in memory if not one.is_right}
-        assert all("gpt2" in fields or "lora" in fields for fields in missed), missed
+    def test_no_row_is_under_by_more_than_2_percent(self, memory):
+        assert min(one.error for one in memory) >= -0.02
+
+    def test_all_rows_but_the_one_that_the_readme_names_are_within_5_percent(self, memory):
+        missed = {one.fields["model"]: one.error for one in memory if not one.is_right}
+        assert set(missed) <= {"llama-125m"} and len(memory) - sum(one.is_right for one in memory) <= 1
+        assert all(error < 0.08 for error in missed.values()), missed
 
     def test_half_of_the_rows_are_within_2_percent(self, memory):
         errors = sorted(abs(one.error) for one in memory)

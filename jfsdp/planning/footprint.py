@@ -14,6 +14,11 @@ A backward pass has three parts: what it computes again, which needs no gradient
 layer's output to that of its input; and gradients of weights, for which no later layer waits. XLA's schedules for GPUs
 run them in this order, so what the gradients of weights read is alive all the while, and the parts of two layers
 overlap: the next layer is computed again while this one's chain runs. Both are counted here; `plan.py` says when.
+
+A loop that is computed again (attention by chunks) runs before that chain or after it, in compiled programs both occur.
+Before, it leaves what the rest of its layer reads. After, what it takes waits, and with it what depends on nothing and
+so is written when the step begins: the -1e30 of the mask, an array of the size of a chunk's scores, and the zeros in
+which results of the layer's loops are collected. Where matmuls are saved the first is little and the second decides.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ class Layers:
     backward: int
     """Most that is alive at once inside a backward pass, in the order of Note [Order]."""
     again: int
-    """Of what a backward pass computes again, what the rest of it reads."""
+    """Of what a backward pass computes again, what is there beside another layer's: Note [Order]."""
     carried: int
     """What one layer hands to the next."""
     forward_flops: int
@@ -107,7 +112,7 @@ def _layers(forward: _Loop, backward: _Loop, loops_are_kernels: bool) -> Layers:
         carried=sum(body.bytes(t) for t in forward.carried_out),
         forward=f.peak,
         backward=b.peak,
-        again=_left(backward.body, again, others),
+        again=max(_left(backward.body, again, others), 0 if loops_are_kernels else _waiting(backward.body, again)),
         forward_flops=f.flops,
         backward_flops=b.flops,
     )
@@ -264,6 +269,17 @@ def _left(program: _Program, ops: Sequence[_Op], others: Sequence[_Op]) -> int:
     sources = _Lives.of(program, ops, _read_by_kernels(ops)).sources
     arrays = set().union(*(sources.get(v, ()) for op in others for v in op.ins))
     return sum(map(program.bytes, arrays.difference(program.invars)))
+
+
+def _waiting(program: _Program, ops: Sequence[_Op]) -> int:
+    """Most bytes that are alive just before a loop among operations, the program's own inputs apart, and the zeros of
+    all its loops."""
+    first, last, _ = _Lives.of(program, program.ops, _read_by_kernels(program.ops))
+    made = first.keys() - set(program.invars)
+    loops = [i for i, op in enumerate(ops) if op.name == "scan"]
+    alive = [sum(program.bytes(v) for v in made if first[v] < i <= last[v]) for i in loops]
+    zeros = sum(program.bytes(v) for op in program.ops if op.name == "scan" for v in op.outs)
+    return max(alive) + zeros if alive else 0
 
 
 def _walk(program: _Program, free: set[int] = frozenset(), loops_are_kernels: bool = False) -> _Peak:
