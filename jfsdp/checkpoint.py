@@ -126,6 +126,13 @@ class Checkpoint(NamedTuple):
         except OSError as error:
             raise DamagedCheckpoint(f"{self.path}: {name} cannot be read: {error}. {_USE_ANOTHER}") from error
 
+    def check_hashes(self, hashes: Mapping[str, int]) -> None:
+        """Compare hashes of whole leaves, by name, with those of what was saved. Raises: DamagedCheckpoint."""
+        if wrong := [name for name, value in hashes.items() if _hex(value) != self.metadata.leaves[name].hash]:
+            raise DamagedCheckpoint(
+                f"{self.path}: {', '.join(wrong[:5])} did not come back as saved (content hash differs). {_USE_ANOTHER}"
+            )
+
 
 _USE_ANOTHER = "Use another checkpoint of the run, or restore the file from a copy."
 
@@ -475,10 +482,7 @@ def _check_hashes(found: Checkpoint, restored: dict[str, jax.Array], shapes) -> 
     if jax.process_count() > 1:
         parts = multihost_utils.process_allgather(np.array([*hashes.values()], np.uint32))
         hashes = dict(zip(hashes, parts.sum(axis=0, dtype=np.uint64).tolist()))
-    if wrong := [name for name, value in hashes.items() if _hex(value) != found.metadata.leaves[name].hash]:
-        raise DamagedCheckpoint(
-            f"{found.path}: {', '.join(wrong[:5])} did not come back as saved (content hash differs). {_USE_ANOTHER}"
-        )
+    found.check_hashes(hashes)
 
 
 def read_together(read: Callable, path: str | os.PathLike):

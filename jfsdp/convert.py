@@ -31,11 +31,20 @@ from rich.progress import (
 )
 from tyro.conf import DisallowNone, Positional
 
-from jfsdp.checkpoint import Checkpoint, Leaf, describe, open_checkpoint, step_folder, steps_in, write_pieces
+from jfsdp.checkpoint import (
+    Checkpoint,
+    Leaf,
+    describe,
+    is_complete,
+    open_checkpoint,
+    step_folder,
+    steps_in,
+    write_pieces,
+)
 from jfsdp.families import find_model
 from jfsdp.huggingface import (
     Named,
-    SavedLayer,
+    Read,
     check_holds,
     is_adapter,
     match_pretrained,
@@ -46,7 +55,7 @@ from jfsdp.layout import ParamLayout, Plan
 from jfsdp.lora import add_lora, parse_lora
 from jfsdp.mesh import make_mesh
 from jfsdp.safetensors import MAX_FILE_BYTES, PART, Tensor
-from jfsdp.store import Piece
+from jfsdp.store import Piece, hash_piece
 from jfsdp.wrap import plan_module
 
 
@@ -150,13 +159,7 @@ def export(options: Export) -> str:
         raise ValueError(f"{found.path} is of a run without --lora, so it has no adapters. Leave out --adapter.")
     wanted = [names[leaf.path] for leaf in plan.leaves if is_adapter(leaf) or not options.adapter]
     with _bar("exporting", sum(found.metadata.leaves[name].nbytes for name in wanted)) as advance:
-
-        def read(leaf: ParamLayout, layer: int) -> np.ndarray:
-            layer = None if leaf.layers is None else layer
-            values = SavedLayer(found, names[leaf.path], layer, leaf.shape)[tuple(slice(0, n) for n in leaf.shape)]
-            advance(values.nbytes)
-            return values
-
+        read = _reader(found, names, advance)
         if options.adapter:
             return _told(write_adapter(options.out, read, plan, model.family, lora, base=base))
         scale = 1.0 if lora is None else lora.scale
@@ -165,6 +168,27 @@ def export(options: Export) -> str:
     if base is not None and not Path(base).is_dir():
         told += f"\n{base}, which the run began with, is gone, and so is its tokenizer. Name its new place with --base."
     return told
+
+
+def _reader(found: Checkpoint, names: dict[str, str], advance: Callable[[int], None]) -> Read:
+    """Reads layers, and when all of a parameter were read, compares their content with what was saved.
+
+    Raises: DamagedCheckpoint.
+    """
+    parts: dict[str, dict[int, int]] = {}
+
+    def read(leaf: ParamLayout, layer: int) -> np.ndarray:
+        name, where = names[leaf.path], tuple(slice(0, n) for n in leaf.shape)
+        where = where if leaf.layers is None else (slice(layer, layer + 1), *where)
+        values = found.read(name, where)
+        hashes = parts.setdefault(name, {})
+        hashes[layer] = hash_piece(Piece(where, values), leaf.logical_shape)
+        if len(hashes) == (leaf.layers or 1):
+            found.check_hashes({name: sum(hashes.values())})
+        advance(values.nbytes)
+        return values if leaf.layers is None else values[0]
+
+    return read
 
 
 def _names(found: Checkpoint, plan: Plan, part: str) -> dict[str, str]:
@@ -180,6 +204,8 @@ def _check_empty(out: Path, overwrite: bool) -> None:
     """Raises: ValueError for a folder with files that are not just what a killed export left."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file. Name a folder to write.")
+    if is_complete(out) or steps_in(out):
+        raise ValueError(f"{out} has checkpoints, and would be taken for an export. Name another folder.")
     if not overwrite and out.exists() and any(not path.name.endswith(PART) for path in out.iterdir()):
         raise ValueError(f"{out} is there already and not empty. Name another folder, or use --overwrite.")
 

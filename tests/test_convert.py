@@ -128,6 +128,25 @@ def test_an_export_takes_a_folder_that_a_killed_one_left_and_no_other(here, caps
     assert "out/config.json is a file. Name a folder to write" in capsys.readouterr().err
 
 
+def test_a_parameter_that_came_from_elsewhere_is_not_exported(here, capsys):
+    """C-46: chunks and sizes are right, and only the content hash knows that the values are of another place."""
+    arrays = Path("run/step_00000000/arrays")
+    names = [arrays / f"params.blocks.each.attn.{name}.kernel" for name in "kv"]
+    names[0].rename(arrays / "aside"), names[1].rename(names[0]), Path(arrays / "aside").rename(names[1])
+    assert jfsdp(["export", "run", "out"]) == 2
+    said = capsys.readouterr().err
+    assert "params.blocks.each.attn.k.kernel did not come back as saved" in said and "Use another checkpoint" in said
+    assert not in_folder("out")
+
+
+def test_a_folder_of_checkpoints_is_no_place_for_an_export(here, capsys):
+    before = in_folder("run")
+    for out in ("run", "run/step_00000000"):
+        assert jfsdp(["export", "run", out, "--overwrite"]) == 2
+        assert f"{out} has checkpoints, and would be taken for an export. Name another" in capsys.readouterr().err
+    assert in_folder("run") == before
+
+
 def test_an_import_goes_on_from_nothing_that_a_killed_one_left(here):
     for name in ("arrays/params.norm.scale/zarr.json", "hashes/process_00001.json"):
         path = Path("other/step_00000000.part", name)
