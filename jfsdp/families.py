@@ -12,6 +12,7 @@ A family is a module found under its name in the entry-point group `jfsdp.models
                                           losses by name (`loss.py`)
     flops(config, seq_len)                to train on one token
     config_from(dict), config_to(config)  a Hugging Face `config.json`, read and written
+    MODEL_TYPES                           what `model_type` says in those that `config_from` reads
     NAMES                                 our path -> (Hugging Face name, whether it is stored transposed); `{}` is the
                                           layer; one table for both directions
     TIED                                  a path that a tied model lacks -> the one it uses instead
@@ -67,8 +68,15 @@ def _from_config_json(path: Path) -> Model:
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"model {path}: there is no such file. Name a config.json, the folder of one, or a preset.")
-    hf, refusals = read_config(path), []
-    for family in _families().values():
+    hf, families, refusals = read_config(path), _families().values(), []
+    kind = hf.get("model_type")
+    known = [name for family in families for name in family.MODEL_TYPES]
+    if kind is not None and kind not in known:
+        raise ValueError(
+            f"model {path}: its model_type is {kind!r}, which no family computes. Known are {', '.join(known)}: use a "
+            "checkpoint of one of these, or write a family of your own and name it as package.module:preset."
+        )
+    for family in families:
         try:
             return Model(str(path), family, family.config_from(hf))
         except (ValueError, TypeError, AttributeError, NotImplementedError) as error:

@@ -138,8 +138,8 @@ def _host_name() -> bytes:
 def _positive(replica: int, shard: int, present: int) -> tuple[int, int]:
     if replica < 1 or shard < 1:
         raise ValueError(
-            f"mesh {replica}x{shard} has {replica} x {shard} = {replica * shard} devices and {present} are present; "
-            f"both sizes count devices, so use 1 or more, for example 1x{present}."
+            f"mesh {replica}x{shard} has {replica} x {shard} = {replica * shard} devices; both sizes count devices, so "
+            f"use 1 or more, for example 1x{present}."
         )
     return replica, shard
 

@@ -217,8 +217,10 @@ _HF_FIELDS = {
     "num_heads": "n_head",
     "max_positions": "n_positions",
 }
+MODEL_TYPES = ("gpt2",)
+"""Of a `config.json`."""
 _HF_KNOWN = {  # what this model computes; a config.json that says otherwise describes another one
-    "model_type": ("gpt2",),
+    "model_type": MODEL_TYPES,
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),

@@ -357,8 +357,10 @@ _HF_FIELDS = {
     "inner_width": "intermediate_size",
 }
 _HF_WIDTH_OF_EXPERTS = {"inner_width": "moe_intermediate_size"}
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Of a `config.json`."""
 _HF_KNOWN = {  # what this model computes; a config.json that says otherwise describes another one
-    "model_type": ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    "model_type": MODEL_TYPES,
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),

@@ -272,8 +272,10 @@ _HF_FIELDS = {
     "head_size": "d_kv",
     "inner_width": "d_ff",
 }
+MODEL_TYPES = ("t5",)
+"""Of a `config.json`."""
 _HF_KNOWN = {  # what this model computes; a config.json that says otherwise describes another one
-    "model_type": ("t5",),
+    "model_type": MODEL_TYPES,
     "feed_forward_proj": ("relu", "gated-gelu"),
     "is_encoder_decoder": (True,),
     "quantization_config": (),

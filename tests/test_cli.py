@@ -76,7 +76,7 @@ def refused(capsys, monkeypatch):
 @pytest.mark.parametrize(("mesh", "message"), [
     ("4x8", "needs 32 devices and 8 are present"),
     ("3x3", "needs 9 devices and 8 are present"),
-    ("0x8", "has 0 x 8 = 0 devices and 8 are present"),
+    ("0x8", "has 0 x 8 = 0 devices; both sizes count devices, so use 1 or more"),
     ("1x100000", "100000 devices over 1 process are more than the 4096 that one can have"),
     ("1x4", "uses 4 of the 8 devices present. .* --allow-idle"),
     ("8by1", "mesh '8by1' is not understood"),
@@ -121,7 +121,7 @@ def test_the_strategy_is_in_the_first_lines(capsys):
     ("--model ./list.json", "list.json holds a list; a config.json is one object"),
     ("--model ./words.json", "config.json: hidden_size is '16', which is no number"),
     ("--model ./other.json", "model other.json: there is no such file. Name a config.json, the folder of one"),
-    ("--model ./gemma.json", "no family takes it. config.json: model_type is 'gemma'"),
+    ("--model ./gemma.json", "its model_type is 'gemma', which no family computes. Known are gpt2, llama, mistral"),
     ("--model ./text.txt", "text.txt is no config.json that can be read"),
     ("--data no.txt", "no.txt: there is no such file or folder"),
     ("--data short.txt", "short.txt .* has . tokens; a row of seq_len 128 needs 129"),

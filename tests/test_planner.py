@@ -8,6 +8,7 @@ import time
 import pytest
 
 from jfsdp import __main__
+from jfsdp.audit import gpu
 from jfsdp.planning import command as planner
 
 
@@ -73,6 +74,20 @@ def test_a_config_json_is_a_model(capsys, tmp_path):
     assert code == 0 and f"{2 * layer + 2 * 64_000 + 64:,} parameters" in said
 
 
+def test_an_unknown_kind_of_model_is_told_in_one_sentence(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 768}')
+    code, said, complaint = run(capsys, "--model", str(tmp_path))
+    assert code == 2 and said == "" and complaint.count("model_type") == 1
+    assert "its model_type is 'bert', which no family computes. Known are gpt2, llama, mistral, qwen2" in complaint
+
+
+def test_without_the_compiler_nothing_is_printed_but_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "missing_tools", lambda: "ptxas (nvidia-cuda-nvcc-cu12 or nvidia-cuda-nvcc)")
+    for words in ((), ("--json",)):
+        code, said, complaint = run(capsys, "--compile", *words)
+        assert code == 2 and said == "" and "needs ptxas" in complaint and "pip install 'jfsdp[aot]'" in complaint
+
+
 def test_what_a_formula_refuses_prints_no_half_of_a_table(capsys):
     code, said, complaint = run(capsys, "--model", "gpt2", "--mesh", "1x2")
     assert code == 2 and said == "" and "Use rows of at most 1024" in complaint
@@ -82,6 +97,7 @@ def test_what_a_formula_refuses_prints_no_half_of_a_table(capsys):
     ("words", "advice"),
     [
         (("--gpu", "v100"), "gpu 'v100' is unknown. Known are"),
+        (("--mesh", "0x8"), "mesh 0x8 has 0 x 8 = 0 devices; both sizes count devices, so use 1 or more"),
         (("--model", "llama4"), "model 'llama4' is unknown. Use one of"),
         (("--mesh", "1x8", "--strategy", "HYBRID_SHARD"), "has one replica"),
         (("--picture", "s.html"), "picture needs something to draw: add --compile or --sweep"),

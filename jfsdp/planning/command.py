@@ -83,6 +83,10 @@ def command(argv: Sequence[str]) -> int:
 def _run(options: PlanOptions) -> int:
     console, work = _console(), options.workload
     forecast = Forecast(work)
+    if options.compile:  # imports the compiler's side, so only here
+        from jfsdp.planning import compare
+
+        compare.check_compilable(work)
     if options.sweep:
         from jfsdp.planning import sweep
 
@@ -116,8 +120,6 @@ def _run(options: PlanOptions) -> int:
         elif options.recommend:
             console.print("Nothing fits these GPUs. Use more of them, fewer tokens per GPU, or frozen weights.")
     if options.compile:
-        from jfsdp.planning import compare
-
         compared = compare.compile_workload(work)
         if options.picture:
             compared.draw(options.picture)

@@ -143,14 +143,13 @@ class Compared:
         }
 
 
-def compile_workload(work: Workload) -> Compared:
-    """Compile the step of a workload ahead of time.
+def check_compilable(work: Workload) -> None:
+    """Refuse what cannot be compiled, before anything is.
 
-    Raises: ValueError for a GPU that cannot be described to the compiler, RuntimeError where the compiler is not
-        installed.
+    Raises: ValueError for a GPU that cannot be described to the compiler and for memory of a host, RuntimeError where
+        the compiler is not installed.
     """
-    described = work.cluster.chip.described
-    if described is None:
+    if work.cluster.chip.described is None:
         known = ", ".join(name for name, chip in CHIPS.items() if chip.described)
         raise ValueError(f"gpu {work.gpu!r} is not described to the compiler. Compile for one of {known}.")
     if work.offload != "none":
@@ -160,12 +159,17 @@ def compile_workload(work: Workload) -> Compared:
         )
     if missing := gpu.missing_tools():
         raise RuntimeError(f"compiling for GPUs without one needs {missing}: pip install 'jfsdp[aot]'.")
+
+
+def compile_workload(work: Workload) -> Compared:
+    """Compile the step of a workload ahead of time. Raises what `check_compilable` does."""
+    check_compilable(work)
     work = dataclasses.replace(work, attention=work.attention if work.attention not in (None, "cudnn") else "chunked")
     fields = {f.name: getattr(work, f.name) for f in dataclasses.fields(work)}
     report = gpu.compile_ahead(
         "jfsdp.planning.workload:ahead",
         fields,
-        gpu=described,
+        gpu=work.cluster.chip.described,
         mesh=work.mesh,
         per_host=work.per_host,
         nic_gbps=_nic_gbps(work),
