@@ -280,19 +280,22 @@ def match_pretrained(folder: str | Path, plan: Plan, family: Any) -> tuple[list[
         elif not any(fnmatch(name, pattern) for pattern in family.IGNORED):
             unknown.append(name)
     missing = [name for name in wanted if name not in found]
+    there = [(name, found[name], one) for name, one in wanted.items() if name in found]
     misshapen = [
-        f"{name} is {list(found[name].shape)}, expected {list(one.shape())}"
-        for name, one in wanted.items()
-        if name in found and found[name].shape != one.shape()
+        f"{name} is {list(tensor.shape)}, expected {list(one.shape())}"
+        for name, tensor, one in there
+        if tensor.shape != one.shape()
     ]
+    quantised = [f"{name} holds {t.dtype.name}" for name, t, _ in there if not jnp.issubdtype(t.dtype, jnp.floating)]
     differing = [
         f"{other} differs from {kept}, which a tied model uses in its place"
         for other, kept in tied.items()
         if other in found and kept in found and not _equal(found[other], found[kept])
     ]
+    lists = dict(missing=missing, unknown=unknown, misshapen=misshapen, quantised=quantised, tied=differing)
     problems = [
         f"{what}: {'; '.join(names[:20])}{f' and {len(names) - 20} more' if len(names) > 20 else ''}."
-        for what, names in dict(missing=missing, unknown=unknown, misshapen=misshapen, tied=differing).items()
+        for what, names in lists.items()
         if names
     ]
     if problems:

@@ -82,12 +82,17 @@ def read_safetensors(folder: str | os.PathLike) -> dict[str, Tensor]:
     folder = Path(folder)
     index = folder / INDEX
     if index.is_file():
-        wanted: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        wanted = _read_index(index)
         found = {name: t for file in sorted(set(wanted.values())) for name, t in _read_header(folder / file).items()}
         if lost := sorted(set(wanted) - set(found)):
             raise ValueError(f"{index} names {', '.join(lost[:5])}, which no file holds. Fetch the files again.")
         return found
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files and (pickled := next((p for p in folder.glob("*.*") if p.suffix in (".bin", ".pt", ".pth")), None)):
+        raise ValueError(
+            f"{folder} has no .safetensors files. {pickled.name} is a pickle, which may run any code when it is read, "
+            "so it is not. Load the folder with transformers and save_pretrained it: that writes safetensors."
+        )
     if not files:
         raise ValueError(f"{folder} has no .safetensors files. Give a folder as the Hugging Face hub lays it out.")
     return {name: tensor for file in files for name, tensor in _read_header(file).items()}
@@ -204,18 +209,30 @@ def _tells_of(path: Path, size: int) -> Iterator[None]:
         ) from error
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    """Names of tensors and of their files."""
+    try:
+        return {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        detail = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} has no weight_map that can be read ({detail}). Fetch it again.") from error
+
+
 def _read_header(path: Path) -> dict[str, Tensor]:
     size = path.stat().st_size if path.is_file() else 0
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(8)
+            if start == b"version ":
+                raise ValueError("it is a pointer of Git LFS, and `git lfs pull` gets the file")
+            length = int.from_bytes(start, "little")
             header = json.loads(file.read(min(length, size)))
         header.pop("__metadata__", None)
         tensors = {}
         for name, entry in header.items():
             first, end = entry["data_offsets"]
             tensor = Tensor(path, tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]]), 8 + length + first)
-            if end - first != math.prod(tensor.shape) * tensor.dtype.itemsize or 8 + length + end > size:
+            if first < 0 or end - first != math.prod(tensor.shape) * tensor.dtype.itemsize or 8 + length + end > size:
                 raise ValueError(f"{name} should end at byte {8 + length + end} of {size}")
             tensors[name] = tensor
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

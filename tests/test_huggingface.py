@@ -419,6 +419,7 @@ def test_every_wrong_tensor_is_listed_in_one_error(tmp_path):
         tensors["model.norm.weight"] = np.zeros(7, np.float32)
         tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((20, 13), np.float32)
         del tensors["model.layers.4.self_attn.k_norm.weight"]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
         return {**tensors, "model.layers.0.self_attn.q_proj.bias": np.zeros(12, np.float32)}
 
     write_random(tmp_path, llama, UNEVEN, change=change)
@@ -429,6 +430,7 @@ def test_every_wrong_tensor_is_listed_in_one_error(tmp_path):
     assert "unknown: model.layers.0.self_attn.q_proj.bias." in text
     assert "model.norm.weight is [7], expected [20]" in text
     assert "model.layers.1.mlp.up_proj.weight is [20, 13], expected [13, 20]" in text
+    assert "quantised: lm_head.weight holds int8." in text
     assert "Build the model from the config.json beside the weights" in text
 
 

@@ -172,3 +172,25 @@ def test_an_index_that_names_too_much_and_an_empty_folder_are_refused(tmp_path):
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match="names ghost, which no file holds"):
         read_safetensors(tmp_path)
+    for text in ("{", "[]", "{}", '{"weight_map": ["a"]}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"index.json has no weight_map that can be read .*\. Fetch it again"):
+            read_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.bin", "consolidated.00.pth"])
+def test_pickled_weights_are_not_read_but_told_how_to_convert(tmp_path, name):
+    (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(ValueError, match=f"{name} is a pickle, .* transformers and save_pretrained it: that writes"):
+        read_safetensors(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_and_an_impossible_place_are_told(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 12\n")
+    with pytest.raises(ValueError, match="pointer of Git LFS, and `git lfs pull` gets the file"):
+        read_safetensors(tmp_path)
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        read_safetensors(tmp_path)
