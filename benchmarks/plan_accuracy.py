@@ -1,7 +1,8 @@
 """How far off `jfsdp plan` is: memory against the compiler, time against published runs, links against measurements.
 
     python -m benchmarks.plan_accuracy               # scores against what is recorded in benchmarks/data, in seconds
-    python -m benchmarks.plan_accuracy --compile     # compiles the grid anew first; a quarter of an hour on 2 cores
+    python -m benchmarks.plan_accuracy --compile     # compiles the grid anew first; a quarter of an hour on 2 cores.
+                                                     # Started again after a stop, it goes on from there
     python -m benchmarks.plan_accuracy --calibrate   # fits the constants of planning/roofline.py on marked rows
     python -m benchmarks.plan_accuracy --json accuracy.json
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -113,14 +115,21 @@ def grid_memory(recorded: list[dict]) -> list[Memory]:
 
 
 def compile_grid(console: Console, path: Path) -> list[dict]:
-    """Compile every row in turn and record it."""
-    done: list[dict] = []
+    """Compile every row in turn and record it; where an earlier call stopped, go on with what it left."""
+    recorded = json.loads(path.read_text()) if path.exists() else []
+    done = [one for one in recorded if one["fields"] in GRID and one["jax"] == jax.__version__]
+    if len(done) == len(GRID):  # nothing was left: all of it anew
+        done = []
+    known = [one["fields"] for one in done]
     # Memory is laid out before code is made, which takes most of the time; the code itself is thrown away.
     options = gpu.compiler_options("cuda") | {
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
     }
-    for fields in GRID:
+    for number, fields in enumerate(GRID, 1):
+        if fields in known:
+            continue
+        console.print(f"row {number} of {len(GRID)}: {fields}")
         work = Workload(attention="chunked", **fields)
         chosen = {f.name: getattr(work, f.name) for f in dataclasses.fields(work)}
         described = work.cluster.chip.described
@@ -129,10 +138,11 @@ def compile_grid(console: Console, path: Path) -> list[dict]:
                 "jfsdp.planning.workload:ahead", chosen, gpu=described, mesh=work.mesh, options=options
             )
         except RuntimeError as error:
-            console.print(f"{fields}: {str(error).splitlines()[-1]}")
+            console.print(f"  not recorded: {str(error).splitlines()[-1]}")
             continue
         done.append({"fields": fields, "needed_bytes": report.memory.needed, "jax": report.jax_version})
-        console.print(f"{fields}: {report.memory.needed / MIB:,.0f} MiB in {report.compile_seconds:,.0f} s")
+        console.print(f"  {report.memory.needed / MIB:,.0f} MiB in {report.compile_seconds:,.0f} s")
+        done.sort(key=lambda one: GRID.index(one["fields"]))
         path.write_text("[\n" + ",\n".join(json.dumps(one) for one in done) + "\n]\n")
     return done
 

@@ -1,10 +1,15 @@
 """How far off the planner is: the recorded grid of compiled steps, and published runs. The targets are the promise."""
 
+import io
 import json
+from types import SimpleNamespace
 
+import jax
 import pytest
+from rich.console import Console
 
 from benchmarks import plan_accuracy as accuracy
+from jfsdp.audit import program as audit
 from jfsdp.planning.roofline import Rates
 
 
@@ -46,6 +51,32 @@ class TestMemory:
     def test_half_of_the_rows_are_within_2_percent(self, memory):
         errors = sorted(abs(one.error) for one in memory)
         assert errors[len(errors) // 2] <= 0.02
+
+
+def test_a_grid_that_was_stopped_goes_on_and_a_complete_one_begins_anew(tmp_path, monkeypatch):
+    grid = [{"model": "llama-tiny", "batch": n} for n in (1, 2, 3)]
+    path, compiled = tmp_path / "grid.json", []
+
+    def compile_ahead(_, chosen, **how):
+        if chosen["batch"] == stops_at:
+            raise KeyboardInterrupt
+        compiled.append(chosen["batch"])
+        memory = audit.Memory(argument=chosen["batch"], output=0, alias=0, temp=0)
+        return SimpleNamespace(memory=memory, jax_version=jax.__version__, compile_seconds=1.0)
+
+    monkeypatch.setattr(accuracy, "GRID", grid)
+    monkeypatch.setattr(accuracy.gpu, "compile_ahead", compile_ahead)
+    screen, stops_at = Console(file=io.StringIO()), 2
+    with pytest.raises(KeyboardInterrupt):
+        accuracy.compile_grid(screen, path)
+    assert compiled == [1] and len(json.loads(path.read_text())) == 1
+    assert "row 2 of 3" in screen.file.getvalue()
+    stops_at = None
+    done = accuracy.compile_grid(screen, path)
+    assert compiled == [1, 2, 3] and [one["needed_bytes"] for one in done] == [1, 2, 3]
+    assert json.loads(path.read_text()) == done
+    accuracy.compile_grid(screen, path)
+    assert compiled == [1, 2, 3, 1, 2, 3]
 
 
 class TestTime:
