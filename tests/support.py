@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jfsdp.audit import program as audit
 from jfsdp.layout import Plan, UnitOptions, make_plan
@@ -23,6 +24,38 @@ from jfsdp.unit import call, unshard
 UNITS = {"blocks": UnitOptions(stacked=True), "head": UnitOptions()}
 PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A strategy, on the mesh that it is for, and a precision: what saving, going on and reading do not depend on."""
+
+    strategy: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.strategy}-{self.precision}"
+
+    @property
+    def mesh(self) -> str:
+        return {"FULL_SHARD": "1x8", "HYBRID_SHARD": "2x4"}[self.strategy]
+
+    @property
+    def policy(self) -> MixedPrecision:
+        return MixedPrecision(param_dtype=self.precision)
+
+    @property
+    def options(self) -> list[str]:
+        """As words of `train.py`, which works out the strategy."""
+        return ["--mesh", self.mesh, "--precision", self.precision]
+
+
+SETTINGS = [Setting(s, p) for s, p in zip(["FULL_SHARD", "HYBRID_SHARD"] * 2, ["fp32", "bf16", "bf16", "fp32"])]
+
+
+def settings(fast: int = 1) -> list:
+    """All of them, to parametrise with; those after the first `fast` are slow."""
+    return [pytest.param(s, id=str(s), marks=[pytest.mark.slow] * (i >= fast)) for i, s in enumerate(SETTINGS)]
 
 
 def submesh(text: str):
@@ -121,8 +154,11 @@ def assert_close(got, want, relative: float, plan: Plan | None = None) -> None:
 
 
 def bitwise_equal(a, b) -> bool:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+    """Two trees of the same names, shapes, dtypes and bits."""
+    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+    same = all(x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
+    return same and jax.tree.structure(a) == jax.tree.structure(b)
+
 
 @dataclass(frozen=True)
 class Compiled:
