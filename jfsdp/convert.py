@@ -6,6 +6,7 @@ in such a folder is `huggingface.py`'s.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -92,8 +93,15 @@ def import_command(argv: Sequence[str]) -> int:
     return _run_command("jfsdp import", Import, import_, argv)
 
 
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+"""What launchers number processes by. Where one starts a command several times, the first process does it alone."""
+
+
 def _run_command(prog: str, kind: type, run: Callable[[Any], str], argv: Sequence[str]) -> int:
     options = tyro.cli(kind, prog=prog, args=list(argv))
+    if rank := next((f"{name}={os.environ[name]}" for name in _RANKS if os.environ.get(name, "0") != "0"), None):
+        print(f"{prog}: left to process 0, as this is another one ({rank}).", file=sys.stderr)
+        return 0
     try:
         with _signals_clean_up(prog):
             print(run(options))

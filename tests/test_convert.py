@@ -139,6 +139,17 @@ def test_a_parameter_that_came_from_elsewhere_is_not_exported(here, capsys):
     assert not in_folder("out")
 
 
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
+def test_of_several_processes_the_first_writes(here, capsys, monkeypatch, name):
+    capsys.readouterr()
+    for number, is_written in (("1", False), ("0", True)):
+        monkeypatch.setenv(name, number)
+        assert jfsdp(["export", "run", "out"]) == 0 and jfsdp(["import", "hf", "again"]) == 0
+        said = capsys.readouterr()
+        assert Path("out").exists() == Path("again").exists() == bool(said.out) == is_written
+        assert (f"jfsdp export: left to process 0, as this is another one ({name}=1)." in said.err) != is_written
+
+
 def test_a_folder_of_checkpoints_is_no_place_for_an_export(here, capsys):
     before = in_folder("run")
     for out in ("run", "run/step_00000000"):
