@@ -122,10 +122,7 @@ def compile_grid(console: Console, path: Path) -> list[dict]:
         done = []
     known = [one["fields"] for one in done]
     # Memory is laid out before code is made, which takes most of the time; the code itself is thrown away.
-    options = gpu.compiler_options("cuda") | {
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-    }
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # beside the step's own
     for number, fields in enumerate(GRID, 1):
         if fields in known:
             continue

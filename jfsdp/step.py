@@ -409,7 +409,6 @@ def train_step(
         raise ValueError(f"norm_type is {norm_type}; use 1 or more, or math.inf.")
     if ema is not None and not callable(ema) and not 0 <= ema < 1:
         raise ValueError(f"ema is {ema}; it is what the average keeps, so use a number from 0 to below 1, as 0.999.")
-    platform = plan.mesh.devices.flat[0].platform
     return TrainStep(
         loss,
         tx,
@@ -423,7 +422,7 @@ def train_step(
         nonfinite=nonfinite,
         ema=ema,
         donate=donate,
-        options={**compiler_options(platform), **(options or {})},
+        options={**compiler_options(plan.mesh.devices.flat[0]), **(options or {})},
     )
 
 
@@ -449,7 +448,7 @@ def eval_step(loss: Callable, plan: Plan) -> Callable:
         in_specs=(plan.map(lambda leaf: leaf.rest_spec), PartitionSpec(axes), everywhere),
         out_specs=(everywhere, everywhere),
     )
-    options = compiler_options(plan.mesh.devices.flat[0].platform)
+    options = compiler_options(plan.mesh.devices.flat[0])
     placed = (plan.rest_shardings, plan.batch_sharding, plan.sharding(everywhere))
     compiled = jax.jit(sharded, in_shardings=placed, compiler_options=options or None)
     return lambda params, batch, buffers=None: compiled(params, batch, {} if buffers is None else buffers)

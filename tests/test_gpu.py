@@ -1,5 +1,8 @@
 """Described GPUs: what can be checked without compiling, and one step compiled for them."""
 
+import os
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -37,6 +40,14 @@ def prefetching_step(mesh, layers=LAYERS):
 
 def failing_step(mesh):
     raise ValueError("no such model")
+
+
+def aborting_step(mesh):
+    """As XLA does where a check of its own fails."""
+    frames = "".join(f"    @     0x7f06c55{i:05x}  xla::Frame()\n" for i in range(40))
+    said = "F1130 08:16:36.311329 31256 shape.h:847] Check failed: buffer\n*** Check failure stack trace: ***\n"
+    os.write(2, (said + frames).encode())
+    os.abort()
 
 
 needs_compiler = pytest.mark.skipif(gpu.missing_tools() is not None, reason=f"needs {gpu.missing_tools()}")
@@ -87,6 +98,10 @@ class TestCompiled:
         with pytest.raises(RuntimeError, match="did not compile for 1x8 h100:(.|\n)*no such model"):
             gpu.compile_ahead(f"{__name__}:failing_step")
 
+    def test_an_abort_is_told_by_its_cause_and_not_by_its_stack(self):
+        with pytest.raises(RuntimeError, match=r"did not compile for 1x8 h100:\n(.*\n)*F1130 .*Check failed: buffer$"):
+            gpu.compile_ahead(f"{__name__}:aborting_step")
+
     @pytest.mark.parametrize("name", gpu.GPUS)
     def test_every_description_is_understood(self, name):
         hosts = [d.process_index for d in gpu.devices(name, 16)]
@@ -118,12 +133,31 @@ class TestRefusals:
             jax.config.update("jax_platforms", asked)
 
 
+def asked_for(capability, kind=""):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind=kind)
+    return {name.removeprefix("xla_gpu_enable_") for name, is_on in gpu.compiler_options(device).items() if is_on}
+
+
 def test_only_gpus_get_options():
-    assert gpu.compiler_options("cpu") == {}
-    options = gpu.compiler_options("gpu")
-    assert options == gpu.compiler_options("cuda") and set(options.values()) == {True}
-    names = {name.removeprefix("xla_gpu_enable_") for name in options}
-    assert names == {"while_loop_double_buffering", "latency_hiding_scheduler"}
+    assert gpu.compiler_options(jax.devices()[0]) == {}
+    assert asked_for("9.0") == {"while_loop_double_buffering", "latency_hiding_scheduler"}
+
+
+class TestAnalyticalEstimator:
+    """It helps one GPU, hurts others, and makes XLA abort on some: Note [Analytical estimator]."""
+
+    def test_an_a100_with_nvlink_gets_it_where_xla_survives_it(self, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+        assert asked_for("8.0", gpu.GPUS["a100"].name) - asked_for("9.0") == {"analytical_latency_estimator"}
+        monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+        assert asked_for("8.0", gpu.GPUS["a100"].name) == asked_for("9.0")
+
+    @pytest.mark.parametrize(("capability", "kind"), [
+        ("8.0", "NVIDIA A100 80GB PCIe"), ("8.6", "NVIDIA GeForce RTX 3090"), ("8.9", "NVIDIA GeForce RTX 4090"),
+        ("9.0", "NVIDIA H100 80GB HBM3"), ("10.0", "NVIDIA B200"), ("7.0", "Tesla V100-SXM2-32GB")])
+    def test_no_other_gets_it(self, capability, kind, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+        assert asked_for(capability, kind) == asked_for("9.0")
 
 
 # Trimmed from what XLA writes for 4x8 H100 with JAX 0.12.0.1.

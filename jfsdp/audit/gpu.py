@@ -30,12 +30,34 @@ Note [Options]
     Two collectives at a time (`xla_gpu_experimental_parallel_collective_overlap_limit`) look best and are not asked
     for: the model seems to give each of the two the whole link, which one host's do not have, so only a run can tell.
     On A100 and RTX 4090 the scheduler has to be named (both versions): a 1B model on two RTX 4090 without it blocks in
-    every collective of its loops. An A100's forward loop still blocks in two large gathers a layer (8B, 0.10.2), as XLA
-    prices collectives for it by a constant. With `xla_gpu_enable_analytical_latency_estimator` none blocks and each
-    large gather has a matmul beside it (6 layers: 6,934 MiB, and 7,052 without). It is not asked for yet: an H100's
-    program, which needs nothing, changes with it, so it has to be chosen by GPU. `train_step(options=...)` takes it.
+    every collective of its loops.
     Double buffering also unrolls the loop over micro-batches by two and makes room for the next one's activations
     early: a 1B model needs 4,066 MiB with 4 of them and 3,760 with one (0.10.2, 1x8).
+
+Note [Analytical estimator]
+    The scheduler knows what a collective takes on Hopper and Blackwell only. Elsewhere each counts as five matmuls of
+    cuBLAS, and one of Triton's as nothing, so that some block. `xla_gpu_enable_analytical_latency_estimator` prices
+    kernels one by one and every gather at 5 us: too little, but enough to start it beside a matmul. Exposed of all ms,
+    by our replay, and how many collectives of 1 MiB and more block in loop bodies (0.10.2, 4096 tokens a sequence):
+
+                                             without                         with
+        8B, 1x8 A100 SXM                     18,613 MiB,  89 of 1,404 ms, 4  18,601 MiB,  37 of 1,352 ms, 0
+        8B of 6 layers, 1x8 A100 SXM          7,038 MiB,  21 of 335 ms, 4     6,966 MiB,   8 of 322 ms, 0
+            without Triton's matmuls          6,605 MiB,  17 of 335 ms, 2     6,598 MiB,   7 of 324 ms, 0
+            two sequences                     8,813 MiB,  22 of 634 ms, 4     8,672 MiB,  12 of 624 ms, 0
+            prefetch 0, not late              5,954 MiB,  19 of 334 ms, 6     5,852 MiB,   6 of 322 ms, 0
+            4x8                               6,918 MiB,  88 of 403 ms, 4     6,804 MiB,  76 of 391 ms, 0
+            1x8, replayed at PCIe's rates             710 of 1,024 ms                 759 of 1,073 ms
+        1B, 1x8 A100 SXM                      4,248 MiB,  18 of 271 ms, 0     4,244 MiB,  14 of 267 ms, 0
+        8B of 6 layers, 1x8 H100              6,742 MiB,   2 of 146 ms, 0     6,808 MiB,   7 of 150 ms, 0
+        1B of 6 layers, 1x2 RTX 4090          7,639 MiB, 229 of 488 ms, 0     8,272 MiB, 317 of 576 ms, 0
+        1B of 6 layers, 1x8 RTX 4090          2,811 MiB, 532 of 778 ms, 0     3,029 MiB, 588 of 834 ms, 0
+        8B of 6 layers, 1x8 B200              XLA aborts: Unhandled primitive type 13
+        8B on A100, 1B on RTX 4090, 0.12.0.1  XLA aborts: Check failed: buffer != nullptr
+
+    So it is asked for on an A100 with NVLink, before JAX 0.11. Since an abort cannot be caught, 46 programs were
+    compiled so: the memory grid of benchmarks/plan_accuracy.py but for 70B and 16 GPUs or more over hosts, evaluation,
+    Adafactor, Muon, averaged weights. `train_step(options=...)` takes it back.
 """
 
 from __future__ import annotations
@@ -101,16 +123,20 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-def compiler_options(platform: str) -> dict[str, Any]:
-    """What jfsdp asks of XLA for a step, to be passed per compile: nothing on a CPU, two options on GPUs.
+def compiler_options(device: Any) -> dict[str, Any]:
+    """What jfsdp asks of XLA for a step on such devices, there or described, to be passed per compile.
 
-    Double buffering unrolls each loop by two, so that gathered weights which the loop carries change names
-    instead of being copied. It also doubles what a loop with a large carry needs. The latency-hiding scheduler
-    is on by itself for Hopper and later only; without it an A100 or a GeForce blocks in every collective.
+    Nothing on a CPU. Double buffering unrolls each loop by two, so that gathered weights which the loop carries change
+    names instead of being copied. It also doubles what a loop with a large carry needs. The latency-hiding scheduler
+    is on by itself for Hopper and later only; without it an A100 or a GeForce blocks in every collective. For what an
+    A100 gets see Note [Analytical estimator].
     """
-    if platform not in ("gpu", "cuda"):
+    if device.platform != "gpu":
         return {}
-    return {"xla_gpu_enable_while_loop_double_buffering": True, "xla_gpu_enable_latency_hiding_scheduler": True}
+    options = {"xla_gpu_enable_while_loop_double_buffering": True, "xla_gpu_enable_latency_hiding_scheduler": True}
+    if device.compute_capability == "8.0" and "SXM" in device.device_kind and jax.__version_info__ < (0, 11):
+        options["xla_gpu_enable_analytical_latency_estimator"] = True
+    return options
 
 
 def devices(gpu: str, count: int, *, per_host: int = 8) -> list[Any]:
@@ -196,11 +222,10 @@ def compile_ahead(target: str, arguments: Mapping[str, Any] | None = None, *, gp
     target: `module:function`, importable from here; `function(mesh, **arguments)` returns the jitted step and
         the abstract arguments to lower it with, shardings included.
     arguments: whatever JSON can carry.
-    options: per-compile XLA options; None means `compiler_options`.
+    options: per-compile XLA options; None means `compiler_options` of that GPU.
     nic_gbps: see Note [Network].
     Raises: RuntimeError with the child's own words when it fails.
     """
-    options = compiler_options("cuda") if options is None else options
     request = dict(target=target, arguments=arguments or {}, gpu=gpu, mesh=mesh, options=options, per_host=per_host)
     replicas, shards = parse_mesh(mesh, 8)
     with tempfile.TemporaryDirectory() as folder:
@@ -209,7 +234,7 @@ def compile_ahead(target: str, arguments: Mapping[str, Any] | None = None, *, gp
                                env=_environment(replicas * shards, per_host, nic_gbps), timeout=timeout,
                                capture_output=True, text=True)
         if child.returncode:
-            said = [line for line in child.stderr.splitlines() if not re.match(r"[IW]\d{4} ", line)]
+            said = [x for x in child.stderr.splitlines() if not re.match(r"[IW]\d{4} |\*{3} Check failure|    @ ", x)]
             raise RuntimeError(f"{target} did not compile for {mesh} {gpu}:\n" + "\n".join(said[-30:]))
         figures = json.loads(Path(folder, "figures.json").read_text())
         text = Path(folder, "program.txt").read_text()
@@ -272,7 +297,9 @@ def _child(folder: str) -> None:
     began = time.perf_counter()
     lowered = step.lower(*arguments)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(compiler_options=request["options"] or None)
+    options = request["options"]
+    options = compiler_options(mesh.devices.flat[0]) if options is None else options
+    compiled = lowered.compile(compiler_options=options or None)
     done = time.perf_counter()
     Path(folder, "program.txt").write_text(compiled.as_text())
     Path(folder, "figures.json").write_text(json.dumps(dict(
