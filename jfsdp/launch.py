@@ -33,26 +33,41 @@ FOLLOW_S = 60
 
 SLURM = """\
 #!/bin/bash
-# sbatch train.sbatch
+# sbatch train.sbatch; ids.bin and run/ lie where all nodes see them
 #SBATCH --job-name=train
 #SBATCH --nodes=4
-#SBATCH --ntasks-per-node=1        # one process with all GPUs of its node; a process per GPU (8) works, too
+#SBATCH --ntasks-per-node=1        # one process with all GPUs of its node; 8 with 8 CPUs each work, too
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
-#SBATCH --signal=TERM@120          # two minutes before the time is up
-#SBATCH --requeue
-srun --kill-on-bad-exit=1 python train.py --mesh 4x8 --data ids.bin
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300        # five minutes before the time is up, to save; more for large models
+#SBATCH --requeue                  # also when a node fails or is taken away
+#SBATCH --open-mode=append
+trap 'is_late=1; kill -TERM "$run"' USR1
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
+    python train.py --mesh 4x8 --data ids.bin --checkpoint run/ &
+run=$!
+wait "$run"
+code=$?
+if [ -n "$is_late" ]; then         # then that was not the end of it, but the signal
+    wait "$run"
+    code=$?
+    if [ "$code" -eq 143 ]; then   # stopped and saved: it goes on when it is its turn again
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+fi
+exit "$code"
 """
 
 JOBSET = """\
-# kubectl apply -f train.yaml
+# kubectl apply -f train.yaml; fill in IMAGE and CLAIM
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: train
 spec:
   failurePolicy:
-    maxRestarts: 3                 # all pods together
+    maxRestarts: 3                 # all pods together; they go on from the newest checkpoint
   replicatedJobs:
     - name: workers
       replicas: 1
@@ -65,11 +80,11 @@ spec:
           template:
             spec:
               restartPolicy: Never
-              terminationGracePeriodSeconds: 120
+              terminationGracePeriodSeconds: 300     # to save; more for large models
               containers:
                 - name: train
                   image: IMAGE
-                  command: [python, train.py, --mesh, 4x8, --data, /data/ids.bin]
+                  command: [python, train.py, --mesh, 4x8, --data, /data/ids.bin, --checkpoint, /data/run]
                   env:
                     - name: WORLD_SIZE
                       value: "4"
@@ -78,12 +93,24 @@ spec:
                         fieldRef:
                           fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
                     - name: MASTER_ADDR
-                      value: train-workers-0-0.train
+                      value: train-workers-0-0.train         # JobSet makes the headless service
                     - name: MASTER_PORT
                       value: "1234"
                   resources:
                     limits:
                       nvidia.com/gpu: 8
+                  volumeMounts:
+                    - name: data
+                      mountPath: /data
+                    - name: shm
+                      mountPath: /dev/shm
+              volumes:
+                - name: data
+                  persistentVolumeClaim:
+                    claimName: CLAIM               # ReadWriteMany: every pod writes its part of a checkpoint
+                - name: shm
+                  emptyDir:
+                    medium: Memory                 # NCCL shares more than a container's 64 MiB
 """
 
 

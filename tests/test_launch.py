@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jfsdp import launch
+from jfsdp.options import parse
 from jfsdp.processes import detect
 
 ROOT = Path(launch.__file__).parent.parent
@@ -269,10 +270,37 @@ def test_what_cannot_be_started_is_refused(capsys, words, message):
     assert exit.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 
+SRUN = """
+trap 'kill $!; exit $when_late' TERM
+sleep $lasts &
+echo "$@" > telling; mv telling told
+wait
+exit $at_end
+"""
+
+
 def test_the_examples_start_a_run(capsys, tmp_path):
     assert launch.main(["--example", "slurm"]) == 0
     (tmp_path / "train.sbatch").write_text(capsys.readouterr().out)
-    assert subprocess.run(["bash", "-n", tmp_path / "train.sbatch"]).returncode == 0
+    for name, body in dict(srun=SRUN, scontrol='echo "$@" > asked').items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="64")
+    cases = ((0, 9, 0, 0), (143, 9, 0, 143), (9, 0, 1, 0), (9, 1, 1, 1), (9, 143, 1, 143))
+    for at_end, when_late, is_late, code in cases:
+        (tmp_path / "told").unlink(missing_ok=True)
+        environ = slurm | dict(at_end=str(at_end), when_late=str(when_late), lasts="20" if is_late else "0")
+        started = subprocess.Popen(["bash", "train.sbatch"], cwd=tmp_path, env=environ)
+        wait_for((tmp_path / "told").exists)
+        if is_late:
+            started.send_signal(signal.SIGUSR1)
+        assert started.wait(20) == code
+        # Only what was stopped for want of time, in good order, goes on.
+        assert (tmp_path / "asked").exists() == (is_late and code == 143)
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    words = (tmp_path / "told").read_text().split()
+    assert words[:4] == ["--cpus-per-task=64", "--kill-on-bad-exit=1", "python", "train.py"]
+    assert parse(words[4:]).checkpoints.checkpoint_dir == Path("run")
 
     yaml = pytest.importorskip("yaml")
     assert launch.main(["--example", "jobset"]) == 0
@@ -286,3 +314,6 @@ def test_the_examples_start_a_run(capsys, tmp_path):
     first = f"{job['metadata']['name']}-{workers['name']}-0-0.{job['metadata']['name']}"
     assert (group.coordinator, group.count, group.index) == (f"{first}:1234", spec["completions"], 2)
     assert spec["completions"] == spec["parallelism"] and spec["completionMode"] == "Indexed"
+    assert parse(container["command"][2:]).checkpoints.checkpoint_dir == Path("/data/run")
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
