@@ -52,7 +52,7 @@ def inspect_command(argv: Sequence[str]) -> int:
     parser.add_argument("checkpoint", help="a folder step_*, or the folder of a run for its newest checkpoint")
     try:
         table = inspect(parser.parse_args(list(argv)).checkpoint)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"jfsdp inspect: error: {error}", file=sys.stderr)
         return 2
     console = Console(highlight=False)

@@ -158,6 +158,14 @@ def test_a_folder_of_checkpoints_is_no_place_for_an_export(here, capsys):
     assert in_folder("run") == before
 
 
+@pytest.mark.parametrize("path", ["nowhere", "hf", "hf/config.json", "x" * 300], ids=["none", "other", "file", "long"])
+def test_what_is_no_checkpoint_is_told_without_a_traceback(here, capsys, path):
+    for words in (["inspect", path], ["export", path, "out"]):
+        assert jfsdp(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"jfsdp {words[0]}: error: ") and path in said and not Path("out").exists()
+
+
 def test_an_import_goes_on_from_nothing_that_a_killed_one_left(here):
     for name in ("arrays/params.norm.scale/zarr.json", "hashes/process_00001.json"):
         path = Path("other/step_00000000.part", name)
