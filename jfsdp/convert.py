@@ -49,6 +49,7 @@ from jfsdp.huggingface import (
     check_holds,
     is_adapter,
     match_pretrained,
+    tokenizer_files,
     write_adapter,
     write_model,
 )
@@ -213,7 +214,7 @@ def _check_empty(out: Path, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file. Name a folder to write.")
     if is_complete(out) or steps_in(out):
-        raise ValueError(f"{out} has checkpoints, and would be taken for an export. Name another folder.")
+        raise ValueError(f"{out} has checkpoints, for which an export in it would be taken. Name another folder.")
     if not overwrite and out.exists() and any(not path.name.endswith(PART) for path in out.iterdir()):
         raise ValueError(f"{out} is there already and not empty. Name another folder, or use --overwrite.")
 
@@ -245,23 +246,33 @@ def import_(options: Import) -> str:
     mesh = make_mesh("1x1", devices=jax.devices()[:1])
     plan = plan_module(lambda: model.family.build(model.config, rngs=nnx.Rngs(0)), mesh=mesh)
     named, found = match_pretrained(options.folder, plan, model.family)
-    run = dict(model=str(path), init_from=str(options.folder.absolute()))
-    _write_checkpoint(target := step_folder(options.checkpoint, 0), named, found, plan, run)
+    beside = [path, *tokenizer_files(options.folder)]
+    _write_checkpoint(target := step_folder(options.checkpoint, 0), named, found, plan, beside)
     return f"{target}: {plan.num_params:,} parameters of {model.name}"
 
 
+_BESIDE = "huggingface"
+
+
 def _write_checkpoint(
-    target: Path, named: list[Named], found: dict[str, Tensor], plan: Plan, run: dict[str, str]
+    target: Path, named: list[Named], found: dict[str, Tensor], plan: Plan, beside: list[Path]
 ) -> None:
-    """Raises: OSError in words; nothing of it is left then."""
+    """A checkpoint with what is `beside` the weights, so that it is of use when the folder is gone.
+
+    Raises: OSError in words; nothing of it is left then.
+    """
     leaves = {_name(one): Leaf(shape=one.leaf.logical_shape, dtype=one.leaf.dtype.name) for one in named}
-    metadata = describe({}, plan, "sharded", step=0, run=run)
+    base = target.absolute() / _BESIDE
+    metadata = describe({}, plan, "sharded", step=0, run=dict(model=str(base / "config.json"), init_from=str(base)))
     part = target.with_name(target.name + PART)
     shutil.rmtree(part, ignore_errors=True)  # of an import that was killed
     try:
         part.mkdir(parents=True)
         with _bar("importing", sum(leaf.nbytes for leaf in leaves.values())) as advance:
             write_pieces(part, _pieces(named, found, advance), metadata, leaves)
+        (part / _BESIDE).mkdir()
+        for path in beside:
+            shutil.copy(path, part / _BESIDE)
         part.rename(target)
     except OSError as error:
         raise OSError(f"{target} could not be written: {error}. Make room, or name another folder.") from error

@@ -137,7 +137,7 @@ def write_model(
         written.pop("dtype", None)
         written["torch_dtype"] = stored.pop() if len(stored) == 1 else "float32"
         write_small(folder / "config.json", _json(written))
-        for path in _tokenizer_files(base):
+        for path in tokenizer_files(base):
             write_small(folder / path.name, path.read_bytes())
     return files
 
@@ -435,7 +435,8 @@ def _json(fields: dict[str, Any]) -> bytes:
     return (json.dumps(fields, indent=2) + "\n").encode()
 
 
-def _tokenizer_files(base: str | Path | None) -> list[Path]:
+def tokenizer_files(base: str | Path | None) -> list[Path]:
+    """What a Hugging Face folder has of a tokenizer."""
     found = set() if base is None else {path for pattern in _COPIED for path in Path(base).glob(pattern)}
     return sorted(path for path in found if path.is_file())
 

@@ -154,7 +154,7 @@ def test_a_folder_of_checkpoints_is_no_place_for_an_export(here, capsys):
     before = in_folder("run")
     for out in ("run", "run/step_00000000"):
         assert jfsdp(["export", "run", out, "--overwrite"]) == 2
-        assert f"{out} has checkpoints, and would be taken for an export. Name another" in capsys.readouterr().err
+        assert f"{out} has checkpoints, for which an export in it would be taken" in capsys.readouterr().err
     assert in_folder("run") == before
 
 
@@ -183,13 +183,20 @@ def test_an_export_over_the_folder_that_it_came_from_keeps_the_tokenizer(here):
     assert all((t[...] == before[name].astype(jnp.bfloat16)).all() for name, t in read_safetensors("hf").items())
 
 
-def test_a_base_that_is_gone_is_told_of(here, capsys):
-    Path("hf/config.json").rename("config.json")
-    assert jfsdp(["export", "run", "out", "--model", "./config.json", "--base", "hf"]) == 2
-    assert "--base hf has no config.json. Name the Hugging Face folder" in capsys.readouterr().err
+def test_an_imported_checkpoint_is_of_use_without_its_folder(here):
+    Path("hf/tokenizer.json").write_text("{}")
+    assert jfsdp(["import", "hf", "again"]) == 0
     Path("hf").rename("moved")
-    assert jfsdp(["export", "run", "out", "--model", "./config.json"]) == 0
-    assert "hf, which the run began with, is gone, and so is its tokenizer. Name its new" in capsys.readouterr().out
+    assert jfsdp(["export", "again", "out"]) == 0
+    assert in_folder("out") == in_folder("moved") == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_a_base_that_is_gone_is_told_of(here, capsys):
+    assert jfsdp(["export", "run", "out", "--base", "run"]) == 2
+    assert "--base run has no config.json. Name the Hugging Face folder" in capsys.readouterr().err
+    Path("run/step_00000000/huggingface").rename("moved")
+    assert jfsdp(["export", "run", "out", "--model", "moved/config.json"]) == 0
+    assert "huggingface, which the run began with, is gone, and so is its tokenizer" in capsys.readouterr().out
 
 
 def test_an_average_of_adapters_is_merged_into_the_frozen_weights(here, capsys):
