@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 
 import jax
@@ -280,13 +281,32 @@ def connect(group: Group | None = None, *, timeout_s: int = 300) -> Group:
             cluster_detection_method="deactivate",
             initialization_timeout=timeout_s + 60,
             heartbeat_timeout_seconds=HEARTBEAT_S,
-            shutdown_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=timeout_s,  # who waits for others to end, too; one that is gone misses heartbeats
         )
     finally:
         timer.cancel()
     _here = group
     _label_messages()
     return group
+
+
+def introduce(mesh: Mesh) -> None:
+    """Connect the processes for every group of devices that axes of the mesh make, while all are at one place.
+
+    On CPUs Gloo gives up when one comes 30 s later than another to a group's first collective, and compiling a step or
+    reading its batch may differ by more under load. Later collectives wait as long as it takes.
+    """
+    if jax.process_count() == 1 or mesh.devices.flat[0].platform != "cpu":
+        return
+    names = mesh.axis_names
+    groups = [chosen for n in range(1, len(names) + 1) for chosen in combinations(names, n)]
+    rest = [PartitionSpec(*(None if name in chosen else name for name in names)) for chosen in groups]
+    one = jax.device_put(np.ones(mesh.devices.shape, np.float32), NamedSharding(mesh, PartitionSpec(*names)))
+    sums = jax.shard_map(
+        lambda x: [jax.lax.psum(x, g) for g in groups], mesh=mesh, in_specs=PartitionSpec(*names), out_specs=rest
+    )
+    # all-reduce over each group, 4 bytes.
+    jax.block_until_ready(jax.jit(sums)(one))
 
 
 def _check_port(group: Group) -> None:

@@ -1,6 +1,7 @@
-"""train.py with a fault: process PROCESS fails or gets a signal when it reads batch BATCH, from 0, and notes the time.
+"""train.py with a fault: process PROCESS fails, is late or gets a signal when it reads batch BATCH, from 0, and notes
+the time. Who is late is so once more at the end.
 
-`python -m jfsdp.launch --nproc 2 -m tests.process_faults PROCESS BATCH hang|kill|later|raise|stop OPTIONS`
+`python -m jfsdp.launch --nproc 2 -m tests.process_faults PROCESS BATCH hang|kill|late|later|raise|stop OPTIONS`
 """
 
 import os
@@ -31,9 +32,15 @@ if __name__ == "__main__":
                 sleep_forever()
             if how == "raise":
                 raise ValueError("the disk is gone")
+            if how == "late":
+                time.sleep(35)
+                return read(batches)
             end = lambda: os.kill(os.getpid(), signal.SIGTERM if how == "stop" else signal.SIGKILL)
             threading.Timer(random.random() if how == "later" else 0, end).start()
         return read(batches)
 
     Batches.__next__ = read_or_fail
-    sys.exit(train.main(options))
+    code = train.main(options)
+    if os.environ["RANK"] == process and how == "late":
+        time.sleep(35)
+    sys.exit(code)
