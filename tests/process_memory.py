@@ -1,6 +1,6 @@
 """How much host memory a consolidated save takes in each of several processes: bytes to `OUT/<index>.json`.
 
-`python -m jfsdp.launch --nproc 2 -m tests.process_memory OUT`
+`python -m jfsdp.launch --nproc 2 -m tests.process_memory OUT FULL_SHARD-fp32`
 """
 
 import json
@@ -16,6 +16,7 @@ from jfsdp import cli, processes
 from jfsdp.consolidated import save_consolidated
 from jfsdp.layout import make_plan
 from jfsdp.options import DeviceConfig
+from tests.support import SETTINGS
 
 
 def resident() -> int:
@@ -45,10 +46,11 @@ def growth(work) -> int:
 
 if __name__ == "__main__":
     group, out = processes.connect(), Path(sys.argv[1])
-    mesh = cli.start(DeviceConfig(mesh="8"), group.count)
-    shapes = {f"layer{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(64)}  # 256 MiB, by 4
-    plan = make_plan(shapes, mesh)
-    params = plan.create(lambda: jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes))
+    (setting,) = (setting for setting in SETTINGS if str(setting) == sys.argv[2])
+    mesh, dtype = cli.start(DeviceConfig(mesh=setting.mesh), group.count), setting.policy.param_dtype
+    shapes = {f"layer{i}": jax.ShapeDtypeStruct((1024, (4 << 10) // dtype.itemsize), dtype) for i in range(64)}
+    plan = make_plan(shapes, mesh)  # 256 MiB, by 4
+    params = plan.create(lambda: jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes))
     save_consolidated(out / "warm-up", {"layer0": params["layer0"]}, make_plan({"layer0": shapes["layer0"]}, mesh))
     grown = growth(lambda: save_consolidated(out / "model", params, plan))
     (out / f"{group.index}.json").write_text(json.dumps(grown))

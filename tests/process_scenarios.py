@@ -1,8 +1,8 @@
-"""What one process and many must agree on, run by both: the tests call `everything` in their own process, and the
-launcher starts this file in several, each of which writes what it saw to `OUT/<index>.json`. Each of the two also goes
-on from a checkpoint of the other.
+"""What one process and many must agree on, run by both: the tests call this in their own process, and the launcher
+starts this file in several, each of which writes what it saw to `OUT/<index>.json`. Each of the two also goes on from
+a checkpoint of the other.
 
-`python -m jfsdp.launch --nproc 2 -m tests.process_scenarios OUT CHECKPOINTS_OF_ONE`
+`python -m jfsdp.launch --nproc 2 -m tests.process_scenarios OUT CHECKPOINTS_OF_ONE FULL_SHARD-fp32 ...`
 """
 
 import json
@@ -32,7 +32,7 @@ from jfsdp.run_folder import Checkpoints
 from jfsdp.state import TrainState
 from jfsdp.step import eval_step, train_step
 from jfsdp.unit import unshard
-from tests.support import UNITS, toy_batch, toy_loss, toy_params
+from tests.support import SETTINGS, UNITS, Setting, toy_batch, toy_loss, toy_params
 from train import place
 
 
@@ -49,32 +49,32 @@ class Rows:
         return {name: array[i] for name, array in self._arrays.items()}
 
 
-def everything(folder: Path) -> dict:
-    """Every scenario's result, in JSON's types; checkpoints go to `folder`."""
+def under(setting: Setting, folder: Path) -> dict:
+    """What must hold under each strategy and precision, in JSON's types; checkpoints go to `folder`."""
     return {
-        "masks": masks(folder),
-        "FULL_SHARD": training("1x8", "FULL_SHARD"),
-        "HYBRID_SHARD": training("2x4", "HYBRID_SHARD"),
-        "ids": ids_of_an_epoch(make_mesh("2x4")),
-        "cyclic": cyclic(),
-        "metrics": metrics(([*range(1, 9)], [1] * 8), ([2, 6, 0, 0, 0, 0, 0, 0], [3, 1, 0, 0, 0, 0, 0, 0])),
-        "evaluations": evaluations(66, 3),
-        "rates": learning_rates(),
-        "votes": votes(),
-        "refusals": refusals(folder),
+        "masks": masks(setting, folder),
+        "training": training(setting),
+        "ids": ids_of_an_epoch(make_mesh(setting.mesh)),
+        "metrics": metrics(setting),
+        "partial": partial_batches(setting),
+        "evaluations": evaluations(setting, 66, 3),
     }
 
 
-def training(mesh: str, strategy: str) -> dict:
+def common(folder: Path) -> dict:
+    """What has nothing to do with either."""
+    return {"cyclic": cyclic(), "rates": learning_rates(), "votes": votes(), "refusals": refusals(folder)}
+
+
+def training(setting: Setting) -> dict:
     """Three steps of the toy model: losses, norms, the parameters afterwards, hosts and groups of collectives."""
     params = toy_params(dtype=jnp.float32)
-    plan = make_plan(params, make_mesh(mesh), strategy=strategy, units=UNITS)
+    plan = make_plan(params, make_mesh(setting.mesh), strategy=setting.strategy, units=UNITS, precision=setting.policy)
     tx = optax.adamw(1e-2)
     state = TrainState.create(plan.place(params), tx, plan)
     placed = all_of(plan.unpad(state.params))
-    step = train_step(toy_loss(), tx, plan, clip_norm=1.0, accumulate=2)
     batch = place(next(batches(Rows(**toy_batch(dtype=np.float32)), 16, plan)), plan)
-    program = audit.read(step.lower(state, batch).compile(), plan.mesh)
+    step = train_step(toy_loss(), tx, plan, clip_norm=1.0, accumulate=2).lower(state, batch).compile()
     losses, norms = [], []
     for _ in range(3):
         state, result = step(state, batch)
@@ -86,7 +86,7 @@ def training(mesh: str, strategy: str) -> dict:
         "norms": norms,
         "params": all_of(state.logical_params()),
         "hosts": [[device.process_index for device in row] for row in plan.mesh.devices],
-        "groups": [[c.kind, c.groups] for c in program.collectives],
+        "groups": [[c.kind, c.groups] for c in audit.read(step, plan.mesh).collectives],
     }
 
 
@@ -97,9 +97,10 @@ def dropped(params, batch, key):
     return (kept * unshard(params["w"]).sum()).sum(), batch["one"].sum(), {"mask": mask}
 
 
-def dropout_run(mesh: str):
-    """Plan and optimizer of a model that no mesh cuts without padding, the state's shapes, and `go(state, steps)`."""
-    plan, tx = make_plan({"w": jnp.ones((13, 3))}, make_mesh(mesh)), optax.adamw(0.1)
+def dropout_run(setting: Setting, mesh: str):
+    """Plan and optimizer of a model that no mesh cuts without padding, and `go(state, steps)`."""
+    plan = make_plan({"w": jnp.ones((13, 3))}, make_mesh(mesh), precision=setting.policy)
+    tx = optax.adamw(0.1)
     step, rows = (
         train_step(dropped, tx, plan),
         Rows(bit=2.0 ** np.arange(16, dtype=np.float32), one=np.ones(16, np.float32)),
@@ -116,20 +117,22 @@ def dropout_run(mesh: str):
     return plan, tx, go
 
 
-def masks(folder: Path) -> dict:
-    """C-59: the masks of six steps on 1x8, and the state after four of them, which is saved."""
-    plan, tx, go = dropout_run("1x8")
+def masks(setting: Setting, folder: Path) -> dict:
+    """C-59: the masks of six steps, and the state after four of them, which is saved; what a local checkpoint gives."""
+    plan, tx, go = dropout_run(setting, setting.mesh)
     state, first = go(TrainState.create(plan.place({"w": jnp.ones((13, 3))}), tx, plan, seed=7), 4)
     saved = values(state)
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(state)
-    return {"all": first + go(state, 2)[1], "saved": saved, "resumed": resumed(folder)}
+    for kind in ("sharded", "local"):
+        with Checkpoints(folder / kind, kind=kind) as checkpoints:
+            checkpoints.save(state)
+    local = values(restore(folder / "local", TrainState.abstract(tx, plan)))
+    return {"all": first + go(state, 2)[1], "saved": saved, "local": local, "resumed": resumed(setting, folder)}
 
 
-def resumed(folder: Path) -> dict:
-    """C-59: the state that a checkpoint gives on 2x4, and the masks of the two steps after it."""
-    plan, tx, go = dropout_run("2x4")
-    state = restore(folder, TrainState.abstract(tx, plan))
+def resumed(setting: Setting, folder: Path) -> dict:
+    """C-59: the state that a checkpoint gives on the other mesh, and the masks of the two steps after it."""
+    plan, tx, go = dropout_run(setting, {"1x8": "2x4", "2x4": "1x8"}[setting.mesh])
+    state = restore(folder / "sharded", TrainState.abstract(tx, plan))
     assert jnp.issubdtype(state.key.dtype, jax.dtypes.prng_key)
     return {"state": values(state), "masks": go(state, 2)[1]}
 
@@ -150,8 +153,8 @@ def all_of(tree) -> list:
     return [np.asarray(leaf).tolist() for leaf in whole]
 
 
-def batches(rows: Rows, global_batch: int, plan: Plan) -> Batches:
-    return Batches(rows, global_batch=global_batch, **process_share(plan.mesh))
+def batches(rows: Rows, global_batch: int, plan: Plan, shuffle: bool = True) -> Batches:
+    return Batches(rows, global_batch=global_batch, shuffle=shuffle, **process_share(plan.mesh))
 
 
 def cyclic() -> dict:
@@ -174,31 +177,52 @@ def ids_of_an_epoch(mesh: Mesh) -> list[list[int]]:
 
 
 def weighted(params, batch, key):
-    """A loss that is told by the batch, and a gradient of 1 for each parameter."""
-    return jnp.sum(batch["loss"] * batch["weight"]) + 0 * unshard(params["w"]).sum(), batch["weight"].sum()
+    """A loss that is told by the batch, and its own gradient."""
+    (w,) = unshard([params["w"]])
+    one = 1 + (w[0] - jax.lax.stop_gradient(w[0]))
+    return (one * batch["loss"] * batch["weight"]).sum(), batch["weight"].sum()
 
 
-def metrics(*given: tuple[list, list]) -> list[list[float]]:
-    """C-70: loss and tokens as they are logged, for losses and weights of each batch."""
-    params = {"w": jnp.zeros(8)}
-    plan = make_plan(params, make_mesh("2x4"))
-    tx, logged = optax.sgd(1.0), []
+def weighted_run(setting: Setting):
+    """The plan of a model of one weight, and `go(batch)`: a step gives what is logged of loss and
+    tokens, and the gradient that was applied."""
+    params, tx = {"w": jnp.ones(1)}, optax.sgd(1.0)
+    plan = make_plan(params, make_mesh(setting.mesh), precision=setting.policy)
     state, step = TrainState.create(plan.place(params), tx, plan), train_step(weighted, tx, plan)
-    for number, (losses, weights) in enumerate(given, start=1):
-        rows = Rows(loss=np.array(losses, np.float32), weight=np.array(weights, np.float32))
-        share = evaluation_batches(rows, global_batch=8, **process_share(plan.mesh))
-        state, result = step(state, place(next(share), plan))
+
+    def go(batch) -> list[float]:
+        nonlocal state
+        before = all_of(state.logical_params())[0][0]
+        state, result = step(state, place(batch, plan))
         timing = Throughput(8).step(result, tokens=result.pop("weight"), places=8)
-        written = record(number, timing, **result)
-        logged.append([written["loss"], written["tokens"]])
+        written = record(int(state.step), timing, **result)
+        return [written["loss"], written["tokens"], before - all_of(state.logical_params())[0][0]]
+
+    return plan, go
+
+
+def metrics(setting: Setting) -> list[list[float]]:
+    """C-70: losses 1 to 8 with a token each; then 3 tokens of loss 2 and 1 of loss 6."""
+    plan, go = weighted_run(setting)
+    logged = []
+    for losses, weights in (([*range(1, 9)], [1] * 8), ([2, 6] + [0] * 6, [3, 1] + [0] * 6)):
+        rows = Rows(loss=np.array(losses, np.float32), weight=np.array(weights, np.float32))
+        logged.append(go(next(evaluation_batches(rows, global_batch=8, **process_share(plan.mesh)))))
     return logged
 
 
-def evaluations(*sizes: int) -> list[list[float]]:
+def partial_batches(setting: Setting) -> list[list[float]]:
+    """C-61: the three batches of an epoch of 21 examples with losses 1 to 21."""
+    plan, go = weighted_run(setting)
+    rows = Rows(loss=np.arange(1, 22, dtype=np.float32), weight=np.ones(21, np.float32))
+    reader = batches(rows, 8, plan, shuffle=False)
+    return [go(next(reader)) for _ in range(3)]
+
+
+def evaluations(setting: Setting, *sizes: int) -> list[list[float]]:
     """C-71: sum and count over sets whose last batch leaves the second process nothing; example i has loss i."""
-    params = {"w": jnp.zeros(8)}
-    plan = make_plan(params, make_mesh("2x4"))
-    step, stored, seen = eval_step(weighted, plan), plan.place(params), []
+    plan = make_plan({"w": jnp.ones(1)}, make_mesh(setting.mesh), precision=setting.policy)
+    step, stored, seen = eval_step(weighted, plan), plan.place({"w": jnp.ones(1)}), []
     for examples in sizes:
         rows = Rows(loss=np.arange(examples, dtype=np.float32), weight=np.ones(examples, np.float32))
         share = evaluation_batches(rows, global_batch=8, **process_share(plan.mesh))
@@ -254,6 +278,9 @@ if __name__ == "__main__":
     cli.start(DeviceConfig(mesh="8"), group.count)
     if group.index == 1:
         warnings.warn("a warning from the second process", stacklevel=1)
-    out, one = map(Path, sys.argv[1:])
-    seen = everything(out / "checkpoints") | {"resumed": resumed(one)}
+    out, one = map(Path, sys.argv[1:3])
+    seen = common(out / "checkpoints")
+    for setting in (s for s in SETTINGS if str(s) in sys.argv[3:]):
+        here = {"resumed": resumed(setting, one / str(setting))}
+        seen[str(setting)] = under(setting, out / "checkpoints" / str(setting)) | here
     (out / f"{group.index}.json").write_text(json.dumps(seen))

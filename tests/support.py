@@ -45,6 +45,12 @@ class Setting:
         return MixedPrecision(param_dtype=self.precision)
 
     @property
+    def rounding(self) -> float:
+        """What a loss may differ by, of itself, where sums are added in another order: in bf16 a weight or a gradient
+        may then be rounded otherwise."""
+        return {"fp32": 1e-5, "bf16": 2**-8}[self.precision]
+
+    @property
     def options(self) -> list[str]:
         """As words of `train.py`, which works out the strategy."""
         return ["--mesh", self.mesh, "--precision", self.precision]

@@ -31,7 +31,7 @@ from jfsdp.wrap import plan_module
 from models import gpt2, llama, t5
 from models.experts import ExpertOptions
 from tests import huggingface_processes
-from tests.support import submesh
+from tests.support import bitwise_equal, settings, submesh
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
@@ -448,6 +448,36 @@ def test_a_tied_model_takes_a_file_that_holds_its_table_twice_if_both_agree(tmp_
     write_random(tmp_path / "in", llama, config, change=lambda t: {**t, head: t[table] + 1})
     with pytest.raises(ValueError, match="tied: lm_head.weight differs from model.embed_tokens.weight"):
         open_model(tmp_path / "in", llama)
+
+
+@pytest.mark.parametrize("setting", settings(1))
+def test_a_tied_model_trains_on_from_its_export_as_without(tmp_path, setting):
+    """C-49: an independent reader finds each name of the index and no alias; a step from there is bitwise the step
+    from what was exported, and changes the table that both uses are."""
+    safetensors = pytest.importorskip("safetensors", reason="the format's own package is the judge of the files")
+    config = llama.Config(vocab_size=37, width=16, num_layers=1, num_heads=2, num_kv_heads=1, inner_width=8, tied=True)
+    write_random(tmp_path / "in", llama, config)
+    options = dict(mesh=setting.mesh, strategy=setting.strategy, mp_policy=setting.policy)
+    params, plan, _ = open_model(tmp_path / "in", llama, **options)
+    save_pretrained(tmp_path / "out", params, plan, llama, config, max_file_bytes=4000)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1 and "lm_head.weight" not in index["weight_map"]
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(tmp_path / "out" / file, "np") as opened:
+            assert name in opened.keys() and opened.get_slice(name).get_dtype() == "F32"
+    again, plan, _ = open_model(tmp_path / "out", llama, **options)
+    assert not any("head" in leaf.path for leaf in plan.leaves)
+
+    def loss(model, batch, key):
+        return model.loss(batch["tokens"], batch["targets"], batch["weights"])
+
+    tokens = np.random.default_rng(1).integers(0, 37, (8, 6)).astype(np.int32)
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": np.ones((8, 6), np.float32)}
+    before, tx = np.array(params["embed"]["table"]), optax.sgd(0.1)
+    step = train_step(loss, tx, plan)
+    (ours, seen), (theirs, also) = (step(TrainState.create(p, tx, plan), batch) for p in (params, again))
+    assert bitwise_equal(ours.params, theirs.params) and float(seen["loss"]) == float(also["loss"])
+    assert not np.array_equal(before, ours.params["embed"]["table"])
 
 
 def test_names_without_the_prefix_and_masks_are_understood(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from jfsdp.options import DeviceConfig
 from jfsdp.processes import Group, detect, local_devices
 from jfsdp.run_folder import Checkpoints
 from tests import process_scenarios
+from tests.support import SETTINGS, settings
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = dict(
@@ -216,112 +218,160 @@ def launch(count: int, *words: str, timeout: float = 240) -> subprocess.Complete
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("processes")
+class Scenarios:
+    """The scenarios in this process, on 8 devices, and in many; each started once, when a test asks for it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @cache  # noqa: B019
+    def alone(self, setting) -> dict:
+        return json.loads(json.dumps(process_scenarios.under(setting, self.folder / "1" / str(setting))))
+
+    @cache  # noqa: B019
+    def launched(self, count: int, together: tuple) -> tuple[list[dict], subprocess.CompletedProcess]:
+        """What each of `count` processes saw, and what they printed; some settings share a start."""
+        for setting in together:
+            self.alone(setting)
+        out = self.folder / f"{count}-{together[0]}"
+        out.mkdir()
+        words = ["-m", "tests.process_scenarios", str(out), str(self.folder / "1"), *map(str, together)]
+        done = launch(count, *words, timeout=500)
+        assert done.returncode == 0, done.stderr
+        return [json.loads((out / f"{i}.json").read_text()) for i in range(count)], done
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    """The scenarios in this process, on 8 devices."""
-    return json.loads(json.dumps(process_scenarios.everything(folder / "1")))
+def scenarios(tmp_path_factory):
+    return Scenarios(tmp_path_factory.mktemp("processes"))
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2x4", "4x2"])
-def together(request, folder, alone):
-    """The scenarios in 2 processes of 4 devices or 4 of 2: what each of them saw, and what they printed."""
-    out = folder / str(request.param)
-    out.mkdir()
-    done = launch(request.param, "-m", "tests.process_scenarios", str(out), str(folder / "1"))
-    assert done.returncode == 0, done.stderr
-    return [json.loads((out / f"{i}.json").read_text()) for i in range(request.param)], done
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2x4", "4x2"])
+def count(request) -> int:
+    """2 processes of 4 devices, or 4 of 2."""
+    return request.param
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
-def test_many_processes_train_as_one_does(alone, together, strategy):
-    """Within 1e-6 and not bitwise: gloo adds in another order than the collectives inside a process do."""
-    want = alone[strategy]
-    for got in (seen[strategy] for seen in together[0]):
+@pytest.fixture(params=settings(2))
+def setting(request):
+    return request.param
+
+
+@pytest.fixture
+def alone(scenarios, setting):
+    """What one process saw under a strategy and precision."""
+    return scenarios.alone(setting)
+
+
+@pytest.fixture
+def seen(scenarios, count, setting):
+    """What each of many saw under it."""
+    together = tuple(SETTINGS[:2] if setting in SETTINGS[:2] else SETTINGS[2:])
+    return [one[str(setting)] for one in scenarios.launched(count, together)[0]]
+
+
+@pytest.fixture
+def together(scenarios, count):
+    """What each of many saw of what has nothing to do with either, and what they printed."""
+    return scenarios.launched(count, tuple(SETTINGS[:2]))
+
+
+def test_many_processes_train_as_one_does(alone, seen, setting):
+    """C-40, the values. Not bitwise: gloo adds in another order than the collectives inside a process do."""
+    want = alone["training"]
+    for got in (one["training"] for one in seen):
         assert got["placed"], "plan.place changed values"
-        np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-6)
-        np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-6)
+        np.testing.assert_allclose(got["losses"][0], want["losses"][0], rtol=1e-6)
+        rel = 1e-6 if setting.precision == "fp32" else setting.rounding
+        np.testing.assert_allclose(got["losses"], want["losses"], rtol=rel)
+        np.testing.assert_allclose(got["norms"], want["norms"], rtol=rel)
         for ours, theirs in zip(got["params"], want["params"], strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)  # Adam divides by small numbers
     assert want["losses"][2] < want["losses"][0]
 
 
-def test_every_process_sees_the_same(together):
-    first, *others = together[0]
-    assert all(seen == first for seen in others)
+def test_every_process_sees_the_same(seen):
+    first, *others = seen
+    assert all(one == first for one in others)
 
 
-def test_shard_groups_lie_inside_a_process(together):
+@pytest.mark.parametrize("setting", [p for p in settings(2) if p.values[0].strategy == "HYBRID_SHARD"])
+def test_shard_groups_lie_inside_a_process(seen):
     """C-40 with two processes: nothing but small statistics and the shard's all-reduce leaves one."""
-    seen, count = together[0][0]["HYBRID_SHARD"], len(together[0])
-    assert seen["hosts"] == [[4 * row // (8 // count) + i // (8 // count) for i in range(4)] for row in range(2)]
-    groups = {kind: {str(g) for k, g in seen["groups"] if k == kind} for kind, _ in seen["groups"]}
+    found, count = seen[0]["training"], len(seen)
+    assert found["hosts"] == [[4 * row // (8 // count) + i // (8 // count) for i in range(4)] for row in range(2)]
+    groups = {kind: {str(g) for k, g in found["groups"] if k == kind} for kind, _ in found["groups"]}
     shards = str([[0, 1, 2, 3], [4, 5, 6, 7]])
     assert groups["all-gather"] == groups["reduce-scatter"] == {shards}
     assert str([[0, 4], [1, 5], [2, 6], [3, 7]]) in groups["all-reduce"]
 
 
-def test_each_process_reads_its_own_part(alone, together):
+def test_each_process_reads_its_own_part(alone, seen):
     """C-63: 8 different ids a batch, each once an epoch, in the order of the one-process run."""
-    for ids in (seen["ids"] for seen in together[0]):
-        assert ids == alone["ids"]
+    assert all(one["ids"] == alone["ids"] for one in seen)
+    assert all(len(set(batch)) == 8 for batch in alone["ids"])
     assert sorted(sum(alone["ids"], [])) == list(range(32))
 
 
-def test_shard_groups_lie_inside_a_host_whatever_the_numbers_of_processes(alone, together):
+def test_shard_groups_lie_inside_a_host_whatever_the_numbers_of_processes(scenarios, together):
     """Processes on two hosts in turn: a shard group has one of the hosts, and rows lie as with one process."""
-    for seen in together[0]:
-        assert seen["cyclic"] == {"hosts": [[0], [1]], "ids": alone["ids"]}
+    for one in together[0]:
+        assert one["cyclic"] == {"hosts": [[0], [1]], "ids": scenarios.alone(SETTINGS[1])["ids"]}
 
 
-def test_metrics_describe_the_batch_of_all_processes(alone, together):
-    """C-70: loss and tokens over all devices, the same in every process."""
-    for seen in (alone, *together[0]):
-        assert seen["metrics"] == [[4.5, 8], [3.0, 4]]
+def test_metrics_describe_the_batch_of_all_processes(alone, seen):
+    """C-70: loss and tokens over all devices, the same in every process; the gradient of this one is the loss."""
+    for one in (alone, *seen):
+        assert one["metrics"] == [[4.5, 8, 4.5], [3.0, 4, 3.0]]
 
 
-def test_an_evaluation_counts_every_example_once(together):
+def test_last_partial_batch_has_its_own_mean(alone, seen, setting):
+    """C-61: of 21 examples by 8, the last batch has the loss and the gradient of 5, whichever process has them."""
+    for one in (alone, *seen):
+        assert [batch[:2] for batch in one["partial"]] == [[4.5, 8], [12.5, 8], [19.0, 5]]
+        assert [batch[2] for batch in one["partial"]] == pytest.approx([4.5, 12.5, 19.0], rel=setting.rounding)
+
+
+def test_an_evaluation_counts_every_example_once(alone, seen):
     """C-71: 66 examples are 9 batches, the last of which leaves the second process none; 3 leave it none at all."""
-    for seen in together[0]:
-        assert seen["evaluations"] == [[66 * 65 / 2, 66, 9], [3, 3, 1]]
+    for one in (alone, *seen):
+        assert one["evaluations"] == [[66 * 65 / 2, 66, 9], [3, 3, 1]]
 
 
-def test_a_schedule_counts_optimizer_steps(alone, together):
+def test_a_schedule_counts_optimizer_steps(together):
     """C-30 in several processes."""
-    for seen in (alone, *together[0]):
-        assert seen["rates"] == [0.25, 0.5, 0.75, 1.0]
+    for rates in (one["rates"] for one in (*together[0], {"rates": process_scenarios.learning_rates()})):
+        assert rates == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_checkpoints_go_on_with_any_number_of_processes(alone, together, folder):
-    """C-59, C-43: from 1x8 to 2x4, from one process to many and back: every leaf bitwise, the same masks as never
-    stopped."""
-    want, seen = alone["masks"], together[0]
+def test_checkpoints_go_on_with_any_number_of_processes(alone, seen, setting, scenarios, count):
+    """C-59, C-43: from 1x8 to 2x4 or back, from one process to many and back: every leaf bitwise, the same masks as
+    never stopped. A local checkpoint goes on where it was saved."""
+    want = alone["masks"]
     assert len(set(want["all"])) == 6 and all(0 < mask < 2**16 for mask in want["all"])
-    for got in (one["masks"] for one in seen):
+    for got in (one["masks"] for one in (alone, *seen)):
         assert got["all"] == want["all"]
         assert got["resumed"] == {"state": got["saved"], "masks": want["all"][4:]}
+        assert got["local"] == got["saved"]
     for got in (one["resumed"] for one in seen):
         assert got == {"state": want["saved"], "masks": want["all"][4:]}
-    back = json.loads(json.dumps(process_scenarios.resumed(folder / str(len(seen)) / "checkpoints")))
+    (theirs,) = scenarios.folder.glob(f"{count}-*/checkpoints/{setting}")
+    back = json.loads(json.dumps(process_scenarios.resumed(setting, theirs)))
     assert back == {"state": seen[0]["masks"]["saved"], "masks": want["all"][4:]}
 
 
 def test_one_vote_decides_for_all(together):
-    seen, done = together
+    seen, _ = together
     indices = list(range(len(seen)))
     for one in seen:
         assert one["votes"] == [False, True, {"index": indices, "seconds": [0.5] * len(seen)}]
 
 
-def test_processes_that_were_started_otherwise_are_refused(alone, together):
+def test_processes_that_were_started_otherwise_are_refused(tmp_path, together):
     """Each with its own folder for checkpoints: each would save a part, and none would ever be complete."""
-    assert alone["refusals"] == []
-    for seen in together[0]:
-        option, shared = seen["refusals"]
+    assert process_scenarios.refusals(tmp_path / "checkpoints") == []
+    for one in together[0]:
+        option, shared = one["refusals"]
         names = "checkpoints-of-0 in process 0, checkpoints-of-1 in process 1"
         want = f"--checkpoint-dir differs between the {len(together[0])} processes: {names}. Start all with the same"
         assert option.startswith(want)
@@ -397,21 +447,24 @@ def test_a_dry_run_tells_what_was_detected(capsys):
     assert "processes  1 (neither torchrun, Open MPI, Slurm, a Kubernetes job nor" in capsys.readouterr().out
 
 
-@pytest.fixture(
-    params=["--mesh 1x8", pytest.param("--mesh 2x4 --precision bf16", marks=pytest.mark.slow)],
-    ids=["FULL_SHARD-fp32", "HYBRID_SHARD-bf16"],
-)
-def options(request, tmp_path) -> list[str]:
+EACH = pytest.mark.parametrize("setting", settings(1))
+BOTH = pytest.mark.parametrize("setting", settings(0)[:2])  # strategies and precisions, where a run takes long
+ONE = pytest.mark.parametrize("setting", settings(0)[:1])
+
+
+@pytest.fixture
+def options(setting, tmp_path) -> list[str]:
     """A run that takes seconds, and would take 9 steps."""
     config = dict(model_type="llama", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     config |= dict(num_key_value_heads=1, intermediate_size=32, rms_norm_eps=1e-5)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
     words = f"--model {tmp_path}/config.json --data {tmp_path}/text.txt --seq-len 32 --held-out 0 --steps 9"
-    return [*words.split(), *request.param.split()]
+    return [*words.split(), *setting.options]
 
 
 @pytest.mark.slow  # lines and file of two processes are seen in the next test, an index before a warning above
+@EACH
 def test_one_line_per_event(options, tmp_path):
     """C-69: 5 steps by two processes, one metric file, then an error of process 1, with its index."""
     done = launch(2, "-m", "tests.process_faults", "1", "5", "raise", *options, "--metrics", str(tmp_path / "m.jsonl"))
@@ -434,7 +487,8 @@ def steps_of(file: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in map(json.loads, file.read_text().splitlines())}
 
 
-def test_one_process_that_is_killed_ends_all_and_the_run_goes_on(options, tmp_path):
+@EACH
+def test_one_process_that_is_killed_ends_all_and_the_run_goes_on(options, setting, tmp_path):
     """C-68: gone within 60 s, non-zero, the log names who failed; the last checkpoint is good, here for one process.
 
     C-69: until then, each step of both has one line on the console and one in the one metric file.
@@ -456,11 +510,12 @@ def test_one_process_that_is_killed_ends_all_and_the_run_goes_on(options, tmp_pa
     assert train.main([*options[:-4], "--metrics", str(tmp_path / "whole.jsonl")]) == 0
     resumed, whole = steps_of(tmp_path / "resumed.jsonl"), steps_of(tmp_path / "whole.jsonl")
     assert min(resumed) in (2, 3, 4) and max(resumed) == 9
-    rel = 1e-3 if "bf16" in options else 1e-6  # gloo adds in another order
+    rel = 1e-6 if setting.precision == "fp32" else setting.rounding
     assert resumed == pytest.approx({step: whole[step] for step in resumed}, rel=rel)
 
 
 @pytest.mark.slow  # like a process that is killed, and like test_one_line_per_event, up to which process it is
+@EACH
 def test_one_process_whose_data_fails_ends_all(options, tmp_path):
     """C-68, an exception in the data loader of process 0 only."""
     done = launch(2, "-m", "tests.process_faults", "0", "3", "raise", *options)
@@ -469,7 +524,7 @@ def test_one_process_whose_data_fails_ends_all(options, tmp_path):
     assert "process 0 failed with exit code 1" in first and "ending process 1" in first
 
 
-@pytest.mark.slow
+@ONE
 def test_one_process_that_hangs_ends_all_with_its_stacks(options):
     """Nothing raises, so only the clock can tell: every process says where it stands."""
     done = launch(2, "-m", "tests.process_faults", "1", "3", "hang", *options, "--hang-timeout", "60")
@@ -479,7 +534,7 @@ def test_one_process_that_hangs_ends_all_with_its_stacks(options):
     assert re.search(r"^\[1\] .* in sleep_forever$", done.stderr, re.MULTILINE)
 
 
-@pytest.mark.slow
+@BOTH
 def test_a_signal_to_one_process_stops_all_after_the_same_step(options, tmp_path):
     """The run ends in good order, summary and all; with processes a step apart it would hang."""
     done = launch(2, "-m", "tests.process_faults", "1", "3", "stop", *options, "--metrics", str(tmp_path / "m.jsonl"))
@@ -488,7 +543,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(options, tmp_path
     assert "Over all processes" in done.stdout and "error" not in done.stderr and "jfsdp.launch" not in done.stderr
 
 
-@pytest.mark.slow
+@BOTH
 def test_kills_of_one_process_or_the_other_change_nothing(options, tmp_path, monkeypatch):
     """A run of two, one of which is killed at a random moment five times, ends as the run that nobody disturbed."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
@@ -510,10 +565,10 @@ def test_kills_of_one_process_or_the_other_change_nothing(options, tmp_path, mon
     assert ends[0] == ends[1] and all(leaf.hash for leaf in ends[0].values())  # of all that is in the state
 
 
-@pytest.mark.slow
-def test_consolidated_save_does_not_multiply_host_memory(tmp_path):
+@EACH
+def test_consolidated_save_does_not_multiply_host_memory(setting, tmp_path):
     """C-37: 256 MiB in 64 tensors, by two processes. A tensor and some chunks: 64 MiB in the one that writes none."""
-    done = launch(2, "-m", "tests.process_memory", str(tmp_path), timeout=500)
+    done = launch(2, "-m", "tests.process_memory", str(tmp_path), str(setting), timeout=500)
     assert done.returncode == 0, done.stderr
     grown = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
     assert grown[0] < 128 << 20 and grown[1] < 64 << 20
@@ -521,7 +576,14 @@ def test_consolidated_save_does_not_multiply_host_memory(tmp_path):
     assert sum(file.stat().st_size for file in files) >= 256 << 20
 
 
-@pytest.mark.slow
+@ONE
+def test_one_process_that_is_late_is_waited_for(options):
+    """With its first batch and at the end, by 35 s: Gloo connects, and JAX shuts down, within 30 s unless told."""
+    done = launch(2, "-m", "tests.process_faults", "1", "0", "late", *options)
+    assert done.returncode == 0 and "9 of 9" in done.stdout and "SIGABRT" not in done.stderr, done.stderr
+
+
+@ONE
 def test_without_a_launcher_the_others_end_when_the_heartbeat_stops(options, tmp_path):
     """C-68 where the scheduler does nothing: the process that is left ends itself, and JAX names who is gone."""
     who = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29871")
