@@ -70,20 +70,21 @@ def _from_config_json(path: Path) -> Model:
         raise ValueError(f"model {path}: there is no such file. Name a config.json, the folder of one, or a preset.")
     hf, families, refusals = read_config(path), _families().values(), []
     kind = hf.get("model_type")
-    known = [name for family in families for name in family.MODEL_TYPES]
-    if kind is not None and kind not in known:
+    asked = [family for family in families if kind is None or kind in family.MODEL_TYPES]
+    if not asked:
+        known = ", ".join(name for family in families for name in family.MODEL_TYPES)
         raise ValueError(
-            f"model {path}: its model_type is {kind!r}, which no family computes. Known are {', '.join(known)}: use a "
-            "checkpoint of one of these, or write a family of your own and name it as package.module:preset."
+            f"model {path}: its model_type is {kind!r}, which no family computes. Known are {known}: use a checkpoint "
+            "of one of these, or write a family of your own and name it as package.module:preset."
         )
-    for family in families:
+    for family in asked:
         try:
             return Model(str(path), family, family.config_from(hf))
         except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
             refusals.append(str(error))
-    # A family that knows this kind of model tells more than those that do not.
+    # Of a file that does not say what it is, those that would take it tell more than the others.
     told = [words for words in refusals if "model_type is" not in words] or refusals
-    raise ValueError(f"model {path}: no family takes it. {' '.join(told)}")
+    raise ValueError(f"model {path}: {' '.join(told)}")
 
 
 def read_config(path: Path) -> dict[str, Any]:

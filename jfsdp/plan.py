@@ -462,7 +462,7 @@ def _frees(plan: Plan) -> bool:
 
 def _is_gathered_after(leaf: ParamLayout) -> bool:
     """Whether updated shards become whole parameters at the end of a step (SHARD_OPT)."""
-    return leaf.placement.whole_at_rest and bool(leaf.placement.shard_axes)
+    return leaf.placement.whole_at_rest and bool(leaf.placement.shard_axes) and leaf.placement.shards > 1
 
 
 def _uses(leaf: ParamLayout, plan: Plan) -> tuple[str, ...]:

@@ -22,8 +22,9 @@ def check_config(
     """
     for key, values in known.items():
         if said.get(key) is not None and said[key] not in values:
+            others = f" or with one of {list(values)}" if values else ""
             raise NotImplementedError(
-                f"config.json: {key} is {said[key]!r}; {family} computes without it or with one of {list(values)}. "
+                f"config.json: {key} is {said[key]!r}; {family} computes without it{others}. "
                 "Use a checkpoint whose config.json says so."
             )
     counts = list(counts)

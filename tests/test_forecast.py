@@ -52,6 +52,11 @@ class TestMemory:
             state = sum(kept(f, name) for name in ("parameters", "optimizer", "gradients"))
             assert state == pytest.approx(16 * P / shards, rel=1e-4), mesh
 
+    def test_one_device_has_no_second_copy_of_updated_parameters(self):
+        """Compiled, SHARD_OPT on one device is the program of NO_SHARD."""
+        alone = [forecast(mesh="1x1", strategy=name).needed for name in ("SHARD_OPT", "NO_SHARD")]
+        assert alone[0] == alone[1]
+
     def test_strategies_keep_what_their_table_says(self):
         whole = forecast(strategy="NO_SHARD")
         assert [kept(whole, n) / P for n in ("parameters", "optimizer", "gradients")] == pytest.approx([4, 8, 4])
@@ -234,6 +239,8 @@ class TestLora:
 
 class TestWarnings:
     def test_layers_too_large_and_too_small_are_named(self):
+        tiny = forecast(model="llama-tiny", mesh="1x2", seq_len=1024).warnings
+        assert any("a layer has 98,304 parameters; units" in w for w in tiny), tiny
         assert any("218M parameters, above the usual" in w for w in forecast().warnings)
         assert any("units of 50 to 200M" in w for w in forecast(model="llama-125m", seq_len=1024).warnings)
 
@@ -244,7 +251,7 @@ class TestWarnings:
 
     def test_more_than_three_quarters_of_a_gpu_needs_a_setting(self):
         f = forecast(strategy="SHARD_OPT")
-        assert f.fits and any("XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in w for w in f.warnings)
+        assert f.fits and any("XLA_CLIENT_MEM_FRACTION=0.9" in w for w in f.warnings)
 
 
 class TestAdvice:
@@ -260,6 +267,13 @@ class TestAdvice:
         assert "(--lora 8,16,all) fits these 8 (" in first  # 140 of 1,120 GiB
         lora = next(advice(Workload(mesh="1x8", model="llama3-70b", lora="8,16,q+v")))
         assert lora.endswith("79.1 GiB, so it must be sharded.")
+
+    def test_the_hosts_memory_is_named_where_it_is_enough(self):
+        said = list(advice(Workload(mesh="1x8", model="llama3-70b")))
+        assert any(w.startswith("--offload all fits these 8 (") and "in the memory of each host" in w for w in said)
+        said = list(advice(Workload(mesh="1x16", model="llama3-70b")))
+        assert any(w.startswith("--offload optimizer fits these 16 (") for w in said)  # the least that is enough
+        assert not any("--offload" in w for w in advice(Workload(mesh="1x8")))
 
     def test_the_window_is_the_floor(self):
         _, floor = advice(Workload(mesh="1x8"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 from rich import box
 from rich.console import Console
@@ -44,7 +45,7 @@ class PlanOptions:
     recommend: bool = False
     """Rank strategies, meshes and checkpointing that fit these GPUs."""
     sweep: bool = False
-    """Memory and time of every strategy over numbers of devices."""
+    """Memory and time of every strategy over numbers of devices, whatever mesh and strategy say."""
     published: bool = False
     """Also count as papers do: by convention, without padding."""
     compile: bool = False
@@ -72,6 +73,7 @@ class PlanOptions:
 
 def command(argv: Sequence[str]) -> int:
     """`jfsdp plan`: 0, 1 where the run does not fit, 2 for options that cannot be."""
+    jax.config.update("jax_platforms", "cpu")  # nothing runs: no GPU is looked for, and none of its memory is taken
     try:
         options = tyro.cli(OmitArgPrefixes[PlanOptions], prog="jfsdp plan", args=list(argv))
         return _run(options)
@@ -118,9 +120,11 @@ def _run(options: PlanOptions) -> int:
         if choices:
             console.print(choices_table(choices))
         elif options.recommend:
-            console.print("Nothing fits these GPUs. Use more of them, fewer tokens per GPU, or frozen weights.")
+            console.print("Nothing fits these GPUs. Use more of them, fewer tokens, frozen weights, or --offload.")
+    fits = forecast.fits
     if options.compile:
         compared = compare.compile_workload(work)
+        fits = compared.spare >= 0
         if options.picture:
             compared.draw(options.picture)
         if options.save:
@@ -132,7 +136,7 @@ def _run(options: PlanOptions) -> int:
                 console.print(part)
     if options.json:
         print(json.dumps(found, indent=1))
-    return 0 if forecast.fits else 1
+    return 0 if fits else 1
 
 
 def _console() -> Console:
@@ -222,9 +226,9 @@ def time_table(forecast: Forecast) -> Table:
     low, high = t.range
     table = Table(box=box.SIMPLE, show_footer=True, title="Time of a step (an estimate: nothing ran)", **_TITLE)
     table.add_column("what", "step")
-    table.add_column("ms", f"{t.seconds * 1e3:,.0f}", justify="right")
+    table.add_column("ms", _ms(t.seconds), justify="right")
     per_token = f"{t.tokens_per_second:,.0f} tokens/s per GPU, {t.mfu:.0%} of the peak"
-    table.add_column("", f"{low * 1e3:,.0f} to {high * 1e3:,.0f}; {per_token}", style="dim")
+    table.add_column("", f"{_ms(low)} to {_ms(high)}; {per_token}", style="dim")
     again = f", {forecast.work.remat} recomputed" if forecast.work.remat != "none" else ""
     hidden = t.communication - t.exposed
     for name, seconds, words in (
@@ -232,13 +236,19 @@ def time_table(forecast: Forecast) -> Table:
         ("backward", t.backward, f"twice the matmuls{again}"),
         ("head and loss", t.head, ""),
         ("optimizer", t.optimizer, "bound by memory bandwidth"),
-        ("slowed", t.slowed, f"compute beside {hidden * 1e3:,.0f} ms of hidden communication"),
-        ("exposed", t.exposed, f"of {t.communication * 1e3:,.0f} ms of communication"),
+        ("slowed", t.slowed, f"compute beside {_ms(hidden)} ms of hidden communication"),
+        ("exposed", t.exposed, f"of {_ms(t.communication)} ms of communication"),
         ("host copies", t.copies, f"at {forecast.work.cluster.chip.host / 1e9:,.0f} GB/s, as if nothing hid them"),
     ):
         if seconds or name != "host copies":
-            table.add_row(name, f"{seconds * 1e3:,.1f}", words)
+            table.add_row(name, _ms(seconds), words)
     return table
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds, with three digits where they are few."""
+    ms = seconds * 1e3
+    return f"{ms:,.0f}" if ms >= 100 or not ms else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
 
 def published_table(forecast: Forecast) -> Table:

@@ -60,6 +60,11 @@ class Compared:
             per_host=self.work.per_host,
         )
 
+    @property
+    def spare(self) -> float:
+        """Bytes of the GPU that the compiled step leaves, allowances apart; below 0 it does not fit."""
+        return Forecast(self.work).capacity - self.report.memory.needed
+
     def rows(self) -> list[Row]:
         """Formula and compiler for the same attention: memory, then traffic of 1 MiB and more by kind, axes, dtype."""
         forecast, found = Forecast(self.work), self.audited
@@ -83,7 +88,12 @@ class Compared:
     def tables(self, forecast: Forecast) -> Iterator[Table | str]:
         devices = f"{self.work.devices} x {CHIPS[self.work.gpu].name}"
         seconds = self.report.lower_seconds + self.report.compile_seconds
-        yield f"[bold]Compiled for {devices} by JAX {self.report.jax_version}[/] in {seconds:,.0f} s; nothing ran"
+        spare = in_words(abs(self.spare))
+        verdict = f"fits, {spare} to spare" if self.spare >= 0 else f"does not fit, by {spare}"
+        yield (
+            f"[bold]Compiled for {devices} by JAX {self.report.jax_version}[/] in {seconds:,.0f} s; nothing ran. So it "
+            f"{verdict}."
+        )
         table = Table(box=box.SIMPLE, title="Formula and compiler", **auditor._TITLE)
         for name in ("what", "formula", "compiled", "formula is off by"):
             table.add_column(name, justify="left" if name == "what" else "right")
@@ -91,6 +101,11 @@ class Compared:
             table.add_row(row.name, in_words(row.formula), in_words(row.compiled), f"{row.error:+.1%}")
         yield table
         yield from auditor.tables(self.audited)
+        by_formula, by_replay = Forecast(self.work).timing.exposed * 1e3, self.audited.step_played.exposed_us / 1e3
+        yield (
+            f"The formula hides what it can and exposes {by_formula:,.1f} ms of a step; replayed in the order that XLA "
+            f"chose, {by_replay:,.1f} ms."
+        )
         if self.work.devices > self.work.per_host:
             yield (
                 f"[yellow]note[/]  XLA was told {_nic_gbps(self.work)} Gbit/s of network per GPU, half of what there "
@@ -114,6 +129,8 @@ class Compared:
         return {
             "jax": self.report.jax_version,
             "memory_bytes": memory._asdict() | {"needed": memory.needed},
+            "fits": self.spare >= 0,
+            "spare_bytes": round(self.spare),
             "rows": [dataclasses.asdict(r) | {"error": r.error} for r in self.rows()],
             "collectives": [
                 {

@@ -98,7 +98,7 @@ class Forecast:
 
     @property
     def fraction(self) -> float:
-        """What XLA_PYTHON_CLIENT_MEM_FRACTION must be at least; JAX takes 0.75 where it is not set."""
+        """What XLA_CLIENT_MEM_FRACTION must be at least; JAX takes 0.75 where it is not set."""
         return math.ceil(self.needed / self.work.cluster.chip.memory * 100) / 100
 
     @property
@@ -185,17 +185,17 @@ class Forecast:
                 )
             if unit < 50e6:
                 found.append(
-                    f"a layer has {unit / 1e6:,.0f}M parameters; units of 50 to 200M make a gather's latency small."
+                    f"a layer has {_millions(unit)} parameters; units of 50 to 200M make a gather's latency small."
                 )
             if unit > 200e6:
                 window = next(k.bytes for k in self.kept if k.name == "gathered window")
                 found.append(
-                    f"a layer has {unit / 1e6:,.0f}M parameters, above the usual 50 to 200M: whole layers take "
+                    f"a layer has {_millions(unit)} parameters, above the usual 50 to 200M: whole layers take "
                     f"{window / GIB:,.1f} GiB, however many GPUs share the rest."
                 )
         if (active := self.shape.active_params) < 0.9 * unit:
             found.append(
-                f"a token goes through {active / 1e6:,.0f}M of a layer's {unit / 1e6:,.0f}M parameters: time counts "
+                f"a token goes through {_millions(active)} of a layer's {_millions(unit)} parameters: time counts "
                 "these, and the rows of experts, in blocks, may take up to twice as long."
             )
         if self.work.plan.offload.step_on == "host":
@@ -207,7 +207,7 @@ class Forecast:
                 f"most: set {setting}, or start one process per GPU."
             )
         if self.fits and self.fraction > 0.75:
-            setting = f"XLA_PYTHON_CLIENT_MEM_FRACTION={self.fraction + 0.02:.2f}"
+            setting = f"XLA_CLIENT_MEM_FRACTION={self.fraction + 0.02:.2f}"
             found.append(f"JAX takes 75 percent of a GPU at start: set {setting}.")
         return found
 
@@ -281,3 +281,7 @@ class Forecast:
             "mfu": t.mfu,
             "warnings": self.warnings,
         }
+
+
+def _millions(count: float) -> str:
+    return f"{count / 1e6:,.0f}M" if count >= 1e6 else f"{count:,.0f}"

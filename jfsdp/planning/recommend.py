@@ -52,6 +52,8 @@ def advice(work: Workload) -> Iterator[str]:
             f"The model's state is {_gib(state)} and a {work.cluster.chip.name} has "
             f"{_gib(work.cluster.chip.memory)}{_instead(work, alone)}."
         )
+    if not Forecast(work).fits:
+        yield from _offloaded(work)
     full = Forecast(replace(work, strategy="FULL_SHARD"))
     floor = sum(k.bytes for k in full.kept if k.name in (*ACTIVATIONS, "gathered window", "reduce staging"))
     if floor > full.capacity:
@@ -66,6 +68,16 @@ def advice(work: Workload) -> Iterator[str]:
             f"FULL_SHARD fits from about {fewest} GPUs on. Whole layers and activations take {_gib(floor)} however "
             f"many there are; from about {enough} GPUs on, further ones save less than a tenth of that."
         )
+
+
+def _offloaded(work: Workload) -> Iterator[str]:
+    """Whether these GPUs hold it with the memory of their hosts, and the least that must lie there."""
+    for name in ("optimizer", "all") if work.offload == "none" else ():
+        there = Forecast(replace(work, offload=name))
+        if there.fits:
+            hosts = f"{_gib(there.per_host)} in the memory of each host"
+            yield f"--offload {name} fits these {work.devices} ({_gib(there.needed)} each, {hosts})."
+            return
 
 
 def _instead(work: Workload, alone: Forecast) -> str:
