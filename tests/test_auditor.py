@@ -96,6 +96,14 @@ class TestReplay:
             == pytest.approx(10 * GATHER_US)
         )
 
+    def test_a_loop_over_layers_that_communicates_nothing_is_not_taken_for_attention(self):
+        layers = "%layers = (bf16[512,4096]) while(%w), condition=%cond, body=%layer, " + LOOP[LOOP.index("backend") :]
+        inside = "\n  ".join((SHARD, X, matmul("n"), LOOP))
+        body = f"%layer (p: (bf16[512,4096])) -> (bf16[512,4096]) {{\n  {inside}\n}}\n\n"
+        text = program(SHARD, X, layers, loop=(SHARD, X, matmul("m"))).replace("ENTRY", body + "ENTRY")
+        attention = 10 * MATMUL_US / 0.6
+        assert played(text).us == pytest.approx(10 * (MATMUL_US + attention))
+
     def test_an_all_reduce_over_replicas_pays_for_the_network(self):
         reduce = "%r = f32[4096,4096]{1,0} all-reduce(%x), replica_groups={{0,2},{1,3}}, to_apply=%add"
         near = "%r = f32[4096,4096]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add"
@@ -145,8 +153,10 @@ class TestTables:
     def test_they_say_what_moves_and_behind_what(self):
         words = said(auditor.tables(audited()))
         assert "6.0 GiB" in words  # needed
-        assert "layers forward" in words and "1 of 1 beside matmuls of 137+ GFLOP" in words
-        assert "replay: 0 of" in words
+        assert "layers forward" in words and "1 of 1, 137+ GFLOP" in words
+        # Each gather hides behind the matmul beside it.
+        assert re.search(rf"layers forward +10 +0 +{MATMUL_US:,.0f}\b", words)
+        assert re.search(rf"a step +1 +0 +{10 * MATMUL_US:,.0f}\b", words)
 
     def test_a_void_estimate_is_called_so_and_not_printed(self):
         estimate = gpu.BodyEstimate(exposed_us=5000.0, total_us=9000.0, by_kind={}, unpriced=("psum.21",))
@@ -154,7 +164,7 @@ class TestTables:
             {"body": estimate}, 50_000.0, ("void: body has 1 operations at a placeholder price of 5,000 us",)
         )
         words = said(auditor.tables(audited(exposed=exposed)))
-        assert "XLA: void, see below" in words and "the replay stands alone" in words
+        assert re.search(r"layers forward +10 +void +0 ", words) and "the replay stands alone" in words
         assert "9,000" not in words and "50,000" not in words
 
     def test_figures_that_are_no_microseconds_are_not_printed(self):
@@ -178,6 +188,18 @@ class TestTables:
         assert audited(text).bodies == {"body": "layers forward", "slice": "slices of the head forward"}
         twin = head.replace(small, matmul("m"))  # an encoder and a decoder
         assert audited(text.replace(head, twin)).bodies["slice"] == "layers forward, stack 2"
+
+    def test_warnings_name_loops_as_the_table_does(self):
+        estimate = gpu.BodyEstimate(exposed_us=1.0, total_us=2.0, by_kind={}, unpriced=("x",))
+        exposed = gpu.Exposed({"body": estimate}, 2.0, ("void: body has 1 operations (body.7[1])",))
+        assert "void: layers forward has 1 operations (body.7[1])" in said(auditor.tables(audited(exposed=exposed)))
+
+    def test_one_device_communicates_nothing_and_has_no_void_figures(self, tmp_path):
+        alone = audited(program(X, matmul("m")), exposed=gpu.Exposed({}, 0.0, ()))
+        words = said(auditor.tables(alone))
+        assert "Nothing is communicated" in words and "void" not in words and "Traffic" not in words
+        with pytest.raises(ValueError, match="communicates nothing, so there is no schedule to draw"):
+            alone.draw(tmp_path / "s.html")
 
     def test_a_cpu_program_says_what_its_backend_hides(self):
         step = compile_step(toy_loss(), toy_params(dtype=jnp.float32), toy_batch(dtype="float32"), "2x4")

@@ -216,7 +216,12 @@ class TestEstimates:
     def test_other_modules_are_left_out(self, program):
         estimate = gpu.exposed(ESTIMATOR + statistics("main", 7, 9, module="loop_fusion"), program)
         assert estimate.bodies == {} and estimate.step_us == 0
-        assert "no estimate for this program" in estimate.warnings[0]
+        assert "no estimate for this program" in estimate.warnings[0] and estimate.is_void()
+
+    def test_one_device_has_nothing_to_estimate(self):
+        alone = audit.read(PROGRAM.replace("all-reduce", "negate"), AbstractMesh((1, 1), ("replica", "shard")))
+        estimate = gpu.exposed("", alone)
+        assert estimate.warnings == () and not estimate.is_void() and estimate.step_us == 0
 
     def test_placeholder_prices_are_void(self, program):
         log = ESTIMATOR + statistics("body", 5000, 5100, before=UNPRICED)

@@ -207,7 +207,7 @@ class Exposed(NamedTuple):
     def is_void(self, body: str | None = None) -> bool:
         """Whether figures of a computation, or of the whole step, must not be shown."""
         start = "void: " if body is None else (f"void: {body} has ", _NO_TIME)
-        return not self.bodies or any(w.startswith(start) for w in self.warnings)
+        return any(w.startswith(start) for w in self.warnings)
 
 
 _NO_TIME = "void: XLA has no analytical estimator for this GPU"
@@ -262,9 +262,9 @@ def exposed(log: str, program: audit.Program) -> Exposed:
 
 def _doubts(log: str, bodies: Mapping[str, BodyEstimate], program: audit.Program) -> Iterator[str]:
     """The known ways in which the estimate goes wrong."""
-    if not bodies:
-        yield "the log holds no estimate for this program; XLA makes none for GPUs before Hopper."
-    elif "Using unified latency estimator" not in log:
+    if program.collectives and not bodies:
+        yield "void: XLA's log holds no estimate for this program."
+    elif program.collectives and "Using unified latency estimator" not in log:
         yield f"{_NO_TIME}; its figures are not microseconds."
     for name in dict.fromkeys(c.computation for c in program.collectives if c.computation in bodies):
         if unpriced := bodies[name].unpriced:

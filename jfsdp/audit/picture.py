@@ -71,10 +71,11 @@ def _lanes(body: Played) -> str:
             f'<rect x="{x:.1f}" y="{row * (_LANE + 10) + 8}" width="{width:.1f}" height="{_LANE}" rx="1.5" '
             f'fill="{_COLOURS[_kind(e)]}" stroke="#fff" stroke-width="0.4"><title>{tip}</title></rect>'
         )
-        if width > 70:
-            label = html.escape(e.what if len(e.what) * 6 < width else e.what.split()[0])
+        label = next((words for words in (e.what, e.what.split()[0]) if len(words) * 7 + 8 < width), "")
+        if label:
             parts.append(
-                f'<text x="{x + 4:.1f}" y="{row * (_LANE + 10) + 29}" fill="#fff" pointer-events="none">{label}</text>'
+                f'<text x="{x + 4:.1f}" y="{row * (_LANE + 10) + 29}" fill="#fff" pointer-events="none">'
+                f"{html.escape(label)}</text>"
             )
     for tick in range(6):
         x, us, anchor = left + tick / 5 * body.us * scale, tick / 5 * body.us, "end" if tick == 5 else "start"

@@ -5,7 +5,7 @@ rates here, so that this estimate and XLA's own, which `gpu.py` reads from its l
 
 Note [Playing a schedule]
 Instructions start in the order of the text. Matmuls take their operations at the rate of a training step, other kernels
-write and read their result at the memory's bandwidth, and a loop without collectives (attention) runs at 0.6 of the
+write and read their result at the memory's bandwidth, and a loop without collectives or loops (attention) at 0.6 of the
 rate. Collectives wait for one another on the second lane. The first lane waits at a `done` whose collective has not
 finished, and for as long as a blocking one takes: that is what is exposed.
 """
@@ -103,7 +103,8 @@ class _Player:
 
     def _loop(self, i: hlo.Instruction) -> tuple[float, float, str]:
         trips = i.trips or 1
-        if self._communicates(i.body):
+        holds_loops = any(inner.op == "while" for inner in self.module.computations[i.body].values())
+        if holds_loops or self._communicates(i.body):  # layers; else attention
             body = self.play(i.body)
             return trips * body.us, trips * body.exposed_us, f"loop of {trips} x {body.us:,.0f} us"
         flops = trips * self.module.matmul_flops(i.body)

@@ -19,6 +19,7 @@ import tyro
 from jax.sharding import AbstractMesh
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tyro.conf import DisallowNone, Positional, arg
 
@@ -31,6 +32,7 @@ from jfsdp.planning.hardware import CHIPS, Cluster
 
 MIB = 2**20
 _TITLE = dict(title_justify="left", title_style="bold cyan")
+_OUTSIDE = "outside of loops"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +58,16 @@ class Audited:
 
     @cached_property
     def played(self) -> dict[str, Played]:
-        """The second estimate; empty for what is no known GPU."""
-        if self.platform not in CHIPS:
+        """The second estimate; empty for what is no known GPU, and where nothing is communicated."""
+        if self.platform not in CHIPS or not self.program.collectives:
             return {}
         cluster = Cluster(gpu=self.platform, per_host=self.per_host, network_gbps=self.network_gbps)
         return replay(self.text, dict(self.mesh_shape), cluster)
+
+    @property
+    def step_played(self) -> Played | None:
+        """The whole step by the second estimate."""
+        return self.played.get(next(iter(self.program.runs)))
 
     @cached_property
     def traffic(self) -> dict[tuple[str, str, str], int]:
@@ -125,7 +132,12 @@ class Audited:
             ) from error
 
     def draw(self, path: Path) -> None:
-        """The schedule of one forward and one backward body. Raises: ValueError where there is no known GPU."""
+        """The schedule of one forward and one backward body.
+
+        Raises: ValueError where there is no known GPU, or nothing to overlap.
+        """
+        if not self.program.collectives:
+            raise ValueError(f"{self.name} communicates nothing, so there is no schedule to draw. Use several devices.")
         if not self.played:
             raise ValueError(f"no schedule is drawn for {self.platform}: its rates are not known.")
         order = sorted(
@@ -140,7 +152,8 @@ class Audited:
             shown or {"the step": self.played[max(self.played, key=lambda b: self.played[b].us)]},
             path,
             title=f"{self.name}: what overlaps with what",
-            subtitle=f"compiled by JAX {self.jax_version}; order as compiled, lengths at declared rates: nothing ran",
+            subtitle=f"compiled by JAX {self.jax_version}; order as compiled, lengths at declared rates: nothing ran"
+            + ("; XLA unrolled loops: an iteration holds two layers" if "double_buffer" in self.text else ""),
         )
 
 
@@ -169,37 +182,61 @@ def tables(one: Audited) -> Iterator[Table | str]:
         table.add_row(name, in_words(getattr(one.memory, name)))
     table.add_row("output in place of arguments", "-" + in_words(one.memory.alias))
     yield table
-    yield _traffic_table("Traffic of a step, as compiled", {"received": one.traffic})
-    yield _loops_table(one)
+    if one.program.collectives:
+        yield _traffic_table("Traffic of a step, as compiled", {"received": one.traffic})
+        yield _loops_table(one)
+        if one.exposed or one.played:
+            yield _exposed_table(one)
+    else:
+        yield "Nothing is communicated: each device works for itself."
     yield from _doubts(one)
 
 
 def _loops_table(one: Audited) -> Table:
-    table = Table(box=box.SIMPLE, title="Communication of 1 MiB or more, by loop body", **_TITLE)
-    for name in ("where", "runs", "collective", "over", "dtype", "MiB received", "hidden behind"):
-        table.add_column(name, justify="right" if name in ("runs", "MiB received") else "left")
+    title = "Collectives of 1 MiB or more: how often they run, what they receive, and what hides them"
+    table = Table(box=box.SIMPLE, title=title, **_TITLE)
+    for name in ("where", "runs", "collective", "over", "dtype", "MiB", "beside matmuls"):
+        table.add_column(name, justify="right" if name in ("runs", "MiB") else "left", no_wrap=name == "where")
     rows: dict[tuple, list] = {}
     for c in one.program.collectives:
         if c.payload_bytes() >= MIB:
-            where = one.bodies.get(c.computation, "outside of loops" if c.runs == 1 else c.computation)
+            where = one.bodies.get(c.computation, _OUTSIDE if c.runs == 1 else c.computation)
             rows.setdefault((where, str(c.runs or "?"), c.kind, " x ".join(c.axes), c.dtype), []).append(c)
     for (where, runs, kind, axes, dtype), found in rows.items():
         received = sum(c.received_bytes() for c in found) / MIB
         covered = [c.matmul_flops for c in found if not c.is_sync and c.matmul_flops]
         blocking = sum(c.is_sync for c in found)
-        words = (
-            f"{len(covered)} of {len(found)} beside matmuls of {min(covered) / 1e9:,.0f}+ GFLOP"
-            if covered
-            else "no matmul"
-        )
+        words = f"{len(covered)} of {len(found)}, {min(covered) / 1e9:,.0f}+ GFLOP" if covered else "none"
         words += f"; {blocking} block" if blocking else ""
         table.add_row(where, runs, f"{len(found)} x {kind}", axes, dtype, f"{received:,.1f}", words)
     if not rows:
         table.add_row("none is so large")
-    if one.exposed or one.played:
-        table.add_section()
-        for body, label in [*one.bodies.items(), (_entry(one), "outside of loops")]:
-            table.add_row(label, str(one.program.runs.get(body) or "?"), "", "", "", "", _exposed_words(one, body))
+    return table
+
+
+def _exposed_table(one: Audited) -> Table:
+    """Both estimates side by side: one run of each loop body, and the step."""
+    xla, played = one.exposed, one.played
+    step = one.step_played
+    title = "Exposed communication in us, by estimate: nothing was timed"
+    table = Table(box=box.SIMPLE, show_footer=True, title=title, **_TITLE)
+    table.add_column("one run of", "a step")
+    table.add_column("runs", "1", justify="right")
+    if xla:
+        table.add_column("by XLA", "void" if xla.is_void() else f"{xla.step_us:,.0f}", justify="right")
+        table.add_column("of", justify="right")
+    if step:
+        table.add_column("by replay", f"{step.exposed_us:,.0f}", justify="right")
+        table.add_column("of", f"{step.us:,.0f}", justify="right")
+    for body, label in [*one.bodies.items(), (_entry(one), _OUTSIDE)]:
+        cells = [label, str(one.program.runs.get(body) or "?")]
+        if xla:
+            found = None if xla.is_void(body) else xla.bodies.get(body)
+            cells += ["void", ""] if found is None else [f"{found.exposed_us:,.0f}", f"{found.total_us:,.0f}"]
+        if body in played and label != _OUTSIDE:  # the replay of the entry holds its loops
+            cells += [f"{played[body].exposed_us:,.0f}", f"{played[body].us:,.0f}"]
+        if label != _OUTSIDE or xla:
+            table.add_row(*cells)
     return table
 
 
@@ -207,29 +244,16 @@ def _entry(one: Audited) -> str:
     return next(iter(one.program.runs))
 
 
-def _exposed_words(one: Audited, body: str) -> str:
-    words = []
-    if one.exposed and body in one.exposed.bodies:
-        found = one.exposed.bodies[body]
-        figures = f"{found.exposed_us:,.0f} of {found.total_us:,.0f} us exposed"
-        words.append(f"XLA: {'void, see below' if one.exposed.is_void(body) else figures}")
-    if body in one.played:
-        played = one.played[body]
-        inner = "" if body != _entry(one) else " in the whole step"
-        words.append(f"replay: {played.exposed_us:,.0f} of {played.us:,.0f} us{inner}")
-    return "; ".join(words)
-
-
 def _doubts(one: Audited) -> Iterator[str]:
     if one.exposed:
         if one.exposed.is_void():
             yield "XLA's estimate of the step is void; the replay stands alone."
-        else:
-            yield f"XLA's cost model exposes {one.exposed.step_us:,.0f} us of a step. Nothing ran."
+        named = one.bodies | {_entry(one): _OUTSIDE}
         for warning in one.exposed.warnings:
-            yield f"[yellow]note[/]  {warning}"
-        inner = [loop for loop in one.program.loops if loop.depth > 1 and loop.matmul_flops]
-        if inner:
+            words = [named.get(word, word) for word in warning.split(" ")]
+            yield f"[yellow]note[/]  {escape(' '.join(words))}"
+        inner = one.program.collectives and [loop for loop in one.program.loops if loop.depth > 1 and loop.matmul_flops]
+        if inner and not one.exposed.is_void():
             yield (
                 "[yellow]note[/]  XLA prices inner loops and attention kernels at nothing, so what they hide looks "
                 "exposed; the replay counts them."
@@ -253,8 +277,7 @@ def comparison(a: Audited, b: Audited) -> Iterator[Table]:
     table.add_row("places that block, 1 MiB or more", *map(str, blocking), f"{blocking[1] - blocking[0]:+}")
     flops = [x.program.matmul_flops for x in (a, b)]
     table.add_row("matmuls, TFLOP", *(f"{f / 1e12:,.2f}" for f in flops), f"{(flops[1] - flops[0]) / 1e12:+,.2f}")
-    if a.played and b.played:
-        steps = [x.played[_entry(x)] for x in (a, b)]
+    if (steps := [x.step_played for x in (a, b)]) and all(steps):
         for name in ("us", "exposed_us"):
             pair = [getattr(s, name) for s in steps]
             words = "replay: step, us" if name == "us" else "replay: exposed, us"

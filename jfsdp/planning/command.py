@@ -65,6 +65,8 @@ class PlanOptions:
             raise ValueError("save keeps a compiled program: add --compile.")
         if self.sweep and (self.recommend or self.compile or self.published):
             raise ValueError("sweep is a table of its own: leave out --recommend, --compile and --published.")
+        if self.picture and self.compile and self.workload.devices == 1:
+            raise ValueError("picture shows what overlaps with communication, and one GPU has none. Leave it out.")
         if self.save:
             check_writable(self.save)
         if self.picture:

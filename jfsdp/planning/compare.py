@@ -101,11 +101,12 @@ class Compared:
             table.add_row(row.name, in_words(row.formula), in_words(row.compiled), f"{row.error:+.1%}")
         yield table
         yield from auditor.tables(self.audited)
-        by_formula, by_replay = Forecast(self.work).timing.exposed * 1e3, self.audited.step_played.exposed_us / 1e3
-        yield (
-            f"The formula hides what it can and exposes {by_formula:,.1f} ms of a step; replayed in the order that XLA "
-            f"chose, {by_replay:,.1f} ms."
-        )
+        if step := self.audited.step_played:
+            by_formula = Forecast(self.work).timing.exposed * 1e3
+            yield (
+                f"The formula hides what it can and exposes {by_formula:,.1f} ms of a step; replayed in the order that "
+                f"XLA chose, {step.exposed_us / 1e3:,.1f} ms."
+            )
         if self.work.devices > self.work.per_host:
             yield (
                 f"[yellow]note[/]  XLA was told {_nic_gbps(self.work)} Gbit/s of network per GPU, half of what there "
