@@ -287,7 +287,8 @@ def looked_at(state: TrainState) -> Any:
 
 def audit(job: cli.Job, plan: Plan, compiled: Any, console: Console) -> None:
     """Tell what the compiled step moves, keeps and hides, and keep it for `jfsdp audit`."""
-    name = f"{job.model.name} {job.config.devices.mesh} {plan.placement.strategy.value}"
+    mesh = "x".join(str(n) for n in plan.mesh.shape.values())
+    name = f"{job.model.name} {mesh} {plan.placement.strategy.value}"
     found = auditor.of_compiled(compiled, plan.mesh, name=name, jax_version=jax.__version__)
     if job.config.output.audit:
         for part in auditor.tables(found):

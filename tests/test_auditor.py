@@ -187,7 +187,7 @@ class TestTables:
         text = LOOPED.replace("ENTRY", head + "ENTRY").replace(LOOP, f"{LOOP}\n  {slices}")
         assert audited(text).bodies == {"body": "layers forward", "slice": "slices of the head forward"}
         twin = head.replace(small, matmul("m"))  # an encoder and a decoder
-        assert audited(text.replace(head, twin)).bodies["slice"] == "layers forward, stack 2"
+        assert audited(text.replace(head, twin)).bodies["slice"] == "layers forward, loop 2"
 
     def test_warnings_name_loops_as_the_table_does(self):
         estimate = gpu.BodyEstimate(exposed_us=1.0, total_us=2.0, by_kind={}, unpriced=("x",))
@@ -225,7 +225,9 @@ class TestFiles:
         assert auditor.command([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
         words = capsys.readouterr().out
         assert "memory: needed" in words and "same" in words
-        assert f"+{10 * GATHER_US:,.0f}" in words  # exposed, by the replay
+        assert "a.json: ours" in words and "b.json: exposed" in words
+        for place in ("replay: exposed, us", "in layers forward"):
+            assert f"+{10 * GATHER_US:,.0f}" in next(line for line in words.splitlines() if place in line)
 
     @pytest.mark.parametrize("content", ["{}", "no json", None])
     def test_other_files_are_refused(self, tmp_path, capsys, content):
@@ -279,6 +281,6 @@ def test_a_run_tells_of_its_own_program_and_keeps_it(tmp_path, monkeypatch, caps
     assert train.main([*words.split(), "--audit", "--audit-file", "p.json"]) == 0
     said = capsys.readouterr().out
     assert "Memory of one device, as compiled" in said and "widens bf16 collectives" in said
-    assert "none is so large" in said
+    assert "all-reduce" in said and "block" in said  # small as it is, each collective is told of
     kept = Audited.load(tmp_path / "p.json")
     assert kept.mesh_shape == {"replica": 2, "shard": 4} and ("all-reduce", "replica", "float32") in kept.traffic

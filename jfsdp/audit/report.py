@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -90,7 +90,7 @@ class Audited:
             ours = [loop for loop in loops if (loop.body in scatters) == is_backward and loop.matmul_flops]
             ours.sort(key=lambda loop: -loop.matmul_flops)
             stacks = [loop.body for loop in ours if 2 * loop.matmul_flops >= ours[0].matmul_flops]
-            labels = [f"layers {direction}" + (f", stack {i + 1}" if i else "") for i in range(len(stacks))]
+            labels = [f"layers {direction}" + (f", loop {i + 1}" if i else "") for i in range(len(stacks))]
             labels += [f"slices of the head {direction}"]
             for loop, label in zip_longest(ours, labels[: len(ours)]):
                 named[loop.body] = label or loop.body
@@ -193,24 +193,23 @@ def tables(one: Audited) -> Iterator[Table | str]:
 
 
 def _loops_table(one: Audited) -> Table:
-    title = "Collectives of 1 MiB or more: how often they run, what they receive, and what hides them"
+    least = MIB if any(c.payload_bytes() >= MIB for c in one.program.collectives) else 1
+    title = "Collectives of 1 MiB or more" if least == MIB else "Collectives"
     table = Table(box=box.SIMPLE, title=title, **_TITLE)
-    for name in ("where", "runs", "collective", "over", "dtype", "MiB", "beside matmuls"):
-        table.add_column(name, justify="right" if name in ("runs", "MiB") else "left", no_wrap=name == "where")
+    for name in ("where", "runs", "collective", "over", "dtype", "received", "beside matmuls"):
+        table.add_column(name, justify="right" if name in ("runs", "received") else "left", no_wrap=name == "where")
     rows: dict[tuple, list] = {}
     for c in one.program.collectives:
-        if c.payload_bytes() >= MIB:
+        if c.payload_bytes() >= least:
             where = one.bodies.get(c.computation, _OUTSIDE if c.runs == 1 else c.computation)
             rows.setdefault((where, str(c.runs or "?"), c.kind, " x ".join(c.axes), c.dtype), []).append(c)
     for (where, runs, kind, axes, dtype), found in rows.items():
-        received = sum(c.received_bytes() for c in found) / MIB
+        received = in_words(sum(c.received_bytes() for c in found))
         covered = [c.matmul_flops for c in found if not c.is_sync and c.matmul_flops]
         blocking = sum(c.is_sync for c in found)
         words = f"{len(covered)} of {len(found)}, {min(covered) / 1e9:,.0f}+ GFLOP" if covered else "none"
         words += f"; {blocking} block" if blocking else ""
-        table.add_row(where, runs, f"{len(found)} x {kind}", axes, dtype, f"{received:,.1f}", words)
-    if not rows:
-        table.add_row("none is so large")
+        table.add_row(where, runs, f"{len(found)} x {kind}", axes, dtype, received, words)
     return table
 
 
@@ -267,22 +266,41 @@ def comparison(a: Audited, b: Audited) -> Iterator[Table]:
     table = Table(box=box.SIMPLE, title="Two programs", **_TITLE)
     for name in ("what", a.name, b.name, "difference"):
         table.add_column(name, justify="left" if name == "what" else "right")
+    for words, pair in (
+        ("compiled for", [x.platform for x in (a, b)]),
+        ("mesh", ["x".join(map(str, x.mesh_shape.values())) for x in (a, b)]),
+        ("by JAX", [x.jax_version for x in (a, b)]),
+    ):
+        table.add_row(words, *pair, "same" if pair[0] == pair[1] else "another")
+    table.add_section()
     for name in ("argument", "temp", "needed"):
         table.add_row(f"memory: {name}", *_pair(getattr(a.memory, name), getattr(b.memory, name)))
+    copied = [sum(c.bytes * (c.runs or 0) for c in x.program.copies(MIB)) for x in (a, b)]
+    table.add_row("copied in loops", *_pair(*copied))
+    table.add_section()
     for key in dict.fromkeys([*a.traffic, *b.traffic]):
         table.add_row(f"{key[0]} over {key[1]}, {key[2]}", *_pair(a.traffic.get(key, 0), b.traffic.get(key, 0)))
-    counts = [sum(c.runs or 0 for c in x.program.collectives) for x in (a, b)]
-    table.add_row("collectives run", f"{counts[0]:,}", f"{counts[1]:,}", f"{counts[1] - counts[0]:+,}")
-    blocking = [sum(c.is_sync and c.payload_bytes() >= MIB for c in x.program.collectives) for x in (a, b)]
-    table.add_row("places that block, 1 MiB or more", *map(str, blocking), f"{blocking[1] - blocking[0]:+}")
-    flops = [x.program.matmul_flops for x in (a, b)]
-    table.add_row("matmuls, TFLOP", *(f"{f / 1e12:,.2f}" for f in flops), f"{(flops[1] - flops[0]) / 1e12:+,.2f}")
+    table.add_row("collectives run", *_counts([sum(c.runs or 0 for c in x.program.collectives) for x in (a, b)]))
+    if "cpu" not in (a.platform, b.platform):  # which blocks in all of them
+        blocking = [sum(c.is_sync and c.payload_bytes() >= MIB for c in x.program.collectives) for x in (a, b)]
+        table.add_row("places that block, 1 MiB or more", *_counts(blocking))
+    table.add_section()
+    table.add_row("matmuls, GFLOP", *_counts([x.program.matmul_flops / 1e9 for x in (a, b)]))
     if (steps := [x.step_played for x in (a, b)]) and all(steps):
-        for name in ("us", "exposed_us"):
-            pair = [getattr(s, name) for s in steps]
-            words = "replay: step, us" if name == "us" else "replay: exposed, us"
-            table.add_row(words, *(f"{v:,.0f}" for v in pair), f"{pair[1] - pair[0]:+,.0f}")
+        table.add_row("replay: step, us", *_counts([step.us for step in steps]))
+        table.add_row("replay: exposed, us", *_counts([step.exposed_us for step in steps]))
+        waits = [
+            {label: (x.program.runs[body] or 0) * x.played[body].exposed_us for body, label in x.bodies.items()}
+            for x in (a, b)
+        ]
+        for label in dict.fromkeys(k for one in waits for k in one):
+            table.add_row(f"    in {label}", *_counts([one.get(label, 0) for one in waits]))
     yield table
+
+
+def _counts(pair: Sequence[float]) -> tuple[str, str, str]:
+    a, b = pair
+    return f"{a:,.0f}", f"{b:,.0f}", "same" if a == b else f"{b - a:+,.0f}"
 
 
 def _pair(a: float, b: float) -> tuple[str, str, str]:
@@ -326,7 +344,8 @@ def command(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=140)
     try:
-        files = [Audited.load(p) for p in (options.first, options.second) if p is not None]
+        paths = [options.first] if options.second is None else [options.first, options.second]
+        files = [replace(found := Audited.load(path), name=f"{path.name}: {found.name}") for path in paths]
         if options.picture:
             files[-1].draw(options.picture)
         for part in comparison(*files) if len(files) == 2 else tables(files[0]):
