@@ -160,12 +160,16 @@ def memory(
 
 
 def host_memory(plan: Plan, state) -> list[Kept]:
-    """What one device keeps in the memory of its host, by category; nothing where nothing is offloaded."""
+    """What one device keeps in the memory of its host, by category; nothing where nothing is offloaded.
+
+    What the host updates is there twice until the step is over: see `_HostUpdated` in `step.py`.
+    """
+    updates, words = (2, ", old and updated") if plan.offload.step_on == "host" else (1, "")
     trained = [leaf for leaf in plan.leaves if leaf.trainable]
     return [
-        Kept("parameters", host_bytes(state.params), "shards, each brought when it is used"),
+        Kept("parameters", updates * host_bytes(state.params), f"shards, each brought when it is used{words}"),
         Kept("gradients", _shards(trained) if plan.offload.gradients else 0, "finished shards"),
-        Kept("optimizer", host_bytes(state.opt_state), "its own state"),
+        Kept("optimizer", updates * host_bytes(state.opt_state), f"its own state{words}"),
         Kept("average", host_bytes(state.ema), "of the weights"),
     ]
 

@@ -128,14 +128,15 @@ class TestOffload:
         here, there = forecast(), forecast(offload="all")
         assert kept(there, "parameters") == 0 and kept(there, "gradients") == kept(here, "gradients")
         shards = 4 * P / 8
-        assert [k.bytes for k in there.on_host] == pytest.approx([shards, shards, 2 * shards], rel=1e-4)
-        assert there.per_host == pytest.approx(16 * P, rel=1e-4)
+        # Parameters and moments twice: XLA cannot write the host's results in place of their arguments.
+        assert [k.bytes for k in there.on_host] == pytest.approx([2 * shards, shards, 4 * shards], rel=1e-4)
+        assert there.per_host == pytest.approx(28 * P, rel=1e-4)
         got, given = there.host_traffic
         tables = 4 * 2 * 128_256 * 4096 / 8  # once; layers before both gathers, the last one's being kept
         assert got == pytest.approx(2 * (shards - tables) + tables, rel=1e-3)
         assert given == pytest.approx(shards, rel=1e-4)
         assert there.timing.optimizer == 0 and "the host computes the update" in " ".join(there.warnings)
-        assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=120" in " ".join(there.warnings)
+        assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=210" in " ".join(there.warnings)
 
     def test_an_update_that_has_no_room_left_by_activations_is_counted(self):
         """Two moments of the largest parameter and one of the next, where everything is whole."""
