@@ -5,6 +5,7 @@ order are the program's; microseconds are XLA's cost model. One compile per case
 """
 
 import math
+from collections import Counter
 from functools import cache
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jfsdp.audit import gpu
+from jfsdp.audit import gpu, hlo
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.state import TrainState
 from jfsdp.step import train_step
@@ -65,6 +66,11 @@ class TestLoops:
         assert not any(c.is_sync for c in moved)
         reductions = [c for c in moved if c.kind == "reduce-scatter"]
         assert reductions and all(c.matmul_flops > 5 * 10**10 for c in reductions)  # 50 us and more
+        for loop in layer_loops(compiled()):
+            gathers = [c for c in moved if c.computation == loop.body and c.kind == "all-gather"]
+            bare = [c for c in gathers if not c.matmul_flops]
+            # One matrix a layer at most is gathered beside what lies between matmuls, which the estimate prices.
+            assert sum(c.payload_bytes() for c in bare) <= 0.2 * sum(c.payload_bytes() for c in gathers)
 
     def test_nothing_above_a_mebibyte_blocks(self):
         blocking = [c for c in compiled().program.collectives if c.is_sync and c.payload_bytes() >= MIB]
@@ -92,6 +98,20 @@ class TestLoops:
         weights |= {(cols, rows) for rows, cols in weights}
         copied = {c.type.split("{")[0] for c in compiled().program.copies(MIB)}
         assert not copied & {f"{dtype}[{a},{b}]" for a, b in weights for dtype in ("bf16", "f32")}
+
+    def test_an_iteration_hands_on_one_unit_and_backward_one_gradient_more(self):
+        """Whole matrices of a layer in what the loops carry; no stack of whole ones is anywhere in the program."""
+        module, runs = hlo.Module(compiled().text), compiled().program.runs
+        one = Counter({(KV, WIDTH): 2, (WIDTH, INNER): 3})  # q and o look like activations
+        arrays = lambda i: [tuple(sorted(n for n in a.shape if n > 1)) for a in i.arrays]
+        loops = {i.body: i for name in runs for i in module.computations[name].values() if i.op == "while"}
+        bodies = sorted(layer_loops(compiled()), key=lambda loop: loop.matmul_flops)[-2:]
+        for loop, units in zip(bodies, (1, 2)):  # forward does less
+            carried = Counter(shape for shape in arrays(loops[loop.body]) if shape in one)
+            assert carried == Counter({shape: units * n for shape, n in one.items()})
+        made = {shape for name in runs for i in module.computations[name].values() for shape in arrays(i)}
+        assert {(WIDTH, INNER), (4, 512, INNER)} <= made  # one whole, and all layers' shards
+        assert not made & {(4, *shape) for shape in one}
 
     def test_memory_is_the_state_two_units_ahead_one_kept_and_one_gradient(self):
         parameters = 4 * LAYER + 2 * VOCAB * WIDTH
