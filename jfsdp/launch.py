@@ -162,7 +162,9 @@ class Launch:
 
     def run(self) -> int:
         """Start all and wait for them, pass signals on, and end all when one fails."""
-        passed_on = [n for n in _PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP, for all
+        passed_on = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which means all of them
+            passed_on.remove(signal.SIGHUP)
         before = {n: signal.signal(n, lambda n, _: self._events.put(signal.Signals(n))) for n in passed_on}
         # A session of its own: what ends the launcher and its terminal shall not end it.
         command = [sys.executable, "-S", str(Path(__file__).with_name("guard.py")), str(FOLLOW_S)]
@@ -248,9 +250,6 @@ class Launch:
         with suppress(OSError):
             self._guard.stdin.write(f"{process.pid}\n")
             self._guard.stdin.flush()
-
-
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _thread(target) -> threading.Thread:
