@@ -69,6 +69,7 @@ def train(job: cli.Job, console: Console, stop: cli.Stop) -> int:
     stop.nothing_to_lose = True
     config, steps = job.config, job.config.training.steps
     plan = plan_module(job.make_model, **job.sharding)
+    processes.introduce(plan.mesh)
     console.print(tables.sharding_table(plan, tokens=job.tokens))
 
     tx, schedule = optimizer(config.training, plan)

@@ -34,7 +34,7 @@ from jfsdp.metrics import JsonLines, TensorBoard, Writer, check_writable
 from jfsdp.offload import POLICIES
 from jfsdp.options import CheckpointConfig, DataConfig, DeviceConfig, ModelConfig, TrainConfig
 from jfsdp.precision import MixedPrecision
-from jfsdp.processes import Group, check_same, connect, detect, introduce, label, leave
+from jfsdp.processes import Group, check_same, connect, detect, label, leave
 from jfsdp.run_folder import Checkpoints
 from jfsdp.sampler import mix
 from jfsdp.schedule import Schedule
@@ -303,7 +303,6 @@ def start(config: DeviceConfig, num_processes: int = 1) -> Mesh:
             f"mesh {config.mesh} has devices of {used} of the {num_processes} processes only. Use a mesh over all "
             f"{jax.device_count()} devices, or start {used}."
         )
-    introduce(mesh)
     return mesh
 
 

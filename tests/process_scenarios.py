@@ -275,7 +275,7 @@ def refusals(folder: Path) -> list[str]:
 
 if __name__ == "__main__":
     group = processes.connect()
-    cli.start(DeviceConfig(mesh="8"), group.count)
+    processes.introduce(cli.start(DeviceConfig(mesh="8"), group.count))
     if group.index == 1:
         warnings.warn("a warning from the second process", stacklevel=1)
     out, one = map(Path, sys.argv[1:3])
