@@ -2,8 +2,8 @@
 
 Each process gets torchrun's variables, from which `processes.py` reads who it is; torchrun itself, srun, mpirun and
 Kubernetes do the same over many machines. Process 0 has the terminal, lines of the others begin with their number.
-Signals are passed on, a third Ctrl-C as SIGKILL. When a process fails, it is named, and the others are ended. When the
-launcher itself is killed, they get SIGTERM from `guard.py`.
+Signals are passed on, SIGHUP as SIGTERM and a third Ctrl-C as SIGKILL. When a process fails, it is named, and the
+others are ended. When the launcher itself is killed, they get SIGTERM from `guard.py`.
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ class Launch:
                 self._after_failure(event)
         else:
             self._interrupts += event == signal.SIGINT
-            self._signal(event if self._interrupts < 3 else signal.SIGKILL)
+            # SIGHUP is the end of a terminal, and a reason to save: programs listen to SIGTERM.
+            number = signal.SIGTERM if event == signal.SIGHUP else event
+            self._signal(number if self._interrupts < 3 else signal.SIGKILL)
             if not self._is_stopping:
                 self._is_stopping = True
                 self._end_by((SAVE_S, signal.SIGKILL))
@@ -267,7 +269,8 @@ def _copy(rank: int, pipe, screen) -> None:
 
 
 def _say(words: str) -> None:
-    print(f"jfsdp.launch: {words}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal is gone
+        print(f"jfsdp.launch: {words}", file=sys.stderr, flush=True)
 
 
 def _free_port() -> int:

@@ -22,7 +22,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import combinations
@@ -416,7 +416,8 @@ def together() -> Iterator[None]:
             code = error.code or 0
         else:
             code = 1
-            print(f"{label()}failed\n{_told(error)}", file=sys.stderr)
+            with suppress(OSError):  # a terminal that is gone shall not keep this process
+                print(f"{label()}failed\n{_told(error)}", file=sys.stderr)
         if code:
             leave(code)
         raise
@@ -424,8 +425,9 @@ def together() -> Iterator[None]:
 
 def leave(code: int) -> None:
     """End this process without waiting for any other."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

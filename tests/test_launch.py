@@ -119,6 +119,27 @@ def test_a_signal_is_passed_on_once_and_all_may_save(program, tmp_path, number):
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1 True", "1 True"]
 
 
+def test_all_may_save_when_the_terminal_goes(program, tmp_path):
+    """Its end comes as SIGHUP, and what the launcher would say of those that fail has nowhere to go."""
+    path = program("""
+        from pathlib import Path
+        def save(*_):
+            time.sleep(0.5 * rank)
+            Path(arguments[0], f"saved{rank}").touch()
+            os._exit(1 + rank)
+        signal.signal(signal.SIGTERM, save)
+        Path(arguments[0], f"ready{rank}").touch()
+        time.sleep(60)
+    """)
+    terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
+    command = [*terminal, sys.executable, "-m", "jfsdp.launch", "--nproc", "3", path, str(tmp_path)]
+    started = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(3)))
+    started.kill()
+    started.wait()
+    wait_for(lambda: all((tmp_path / f"saved{rank}").exists() for rank in range(3)), 10)
+
+
 def test_the_end_of_one_that_got_a_signal_cuts_none_short(program, hurried, tmp_path, capfd):
     """A scheduler may signal one process only; they agree, and each ends when it has saved."""
     path = program("""

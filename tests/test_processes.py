@@ -142,6 +142,23 @@ def test_a_job_that_started_no_tasks_is_warned_about(caplog):
     assert "pip install kubernetes, or set RANK" in caplog.text
 
 
+def test_a_terminal_that_is_gone_keeps_no_process(monkeypatch):
+    """Else it would end like one that did not fail, by JAX's farewell, which waits for the others."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(processes, "_here", Group(source="a test", count=2, coordinator="h:1"))
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as changed, pytest.raises(RuntimeError, match="itself"):
+        for stream in ("stdout", "stderr"):
+            changed.setattr(sys, stream, SimpleNamespace(write=fail, flush=fail))
+        with processes.together():
+            raise RuntimeError("itself")
+    assert ended == [1]
+
+
 def test_a_pod_that_may_not_ask_for_its_job_is_told_what_to_allow(monkeypatch):
     cluster = type("K8sCluster", (), {"is_env_present": lambda: True})
     cluster.get_process_count = lambda: (_ for _ in ()).throw(RuntimeError("Kubernetes API Error: 403 - Forbidden"))
