@@ -110,7 +110,7 @@ class TestCompiled:
 
 class TestRefusals:
     def test_unknown_gpus_are_listed(self):
-        with pytest.raises(ValueError, match="gpu 'v100' is not described. Known are a100, h100"):
+        with pytest.raises(ValueError, match="gpu 'v100' is not described. Known are a100, a100-40"):
             gpu.devices("v100", 8)
 
     def test_hosts_are_full(self):

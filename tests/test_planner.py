@@ -103,7 +103,7 @@ def test_what_a_formula_refuses_prints_no_half_of_a_table(capsys):
         (("--picture", "s.html"), "picture needs something to draw: add --compile or --sweep"),
         (("--save", "p.json"), "save keeps a compiled program: add --compile"),
         (("--compile", "--offload", "all"), "have no host whose memory a program could name. Leave out --compile"),
-        (("--gpu", "l40s", "--compile"), "'l40s' is not described to the compiler. Compile for one of a100"),
+        (("--gpu", "h100-pcie", "--compile"), "'h100-pcie' is not described to the compiler. Compile for one of a100"),
         (("--compile", "--picture", "s.png"), "s.png ends in none of .html, .htm. Name a file that does"),
         (("--compile", "--mesh", "1x1", "--picture", "s.html"), "and one GPU has none. Leave it out"),
         (("--sweep", "--picture", "s.pdf"), "s.pdf ends in none of .png, .html, .htm"),

@@ -108,6 +108,9 @@ GPUS: dict[str, Gpu] = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), cores=108, fpus_per_core=64, shared_per_core=167936,
                 shared_per_block=166912, l2_bytes=40 << 20, memory_bytes=85_100_068_864,
                 memory_bandwidth=2_039_040_000_000, clock_ghz=1.41, links=12, bf16_flops=312e12),
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", (8, 0), cores=108, fpus_per_core=64, shared_per_core=167936,
+                   shared_per_block=166912, l2_bytes=40 << 20, memory_bytes=42_331_013_120,
+                   memory_bandwidth=1_555_200_000_000, clock_ghz=1.41, links=12, bf16_flops=312e12),
     "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), cores=132, fpus_per_core=128, shared_per_core=233472,
                 shared_per_block=232448, l2_bytes=50 << 20, memory_bytes=84_942_979_072,
                 memory_bandwidth=3_352_320_000_000, clock_ghz=1.98, links=18, bf16_flops=989e12),
@@ -120,6 +123,12 @@ GPUS: dict[str, Gpu] = {
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), cores=128, fpus_per_core=128, shared_per_core=102400,
                    shared_per_block=101376, l2_bytes=72 << 20, memory_bytes=25_393_692_672,
                    memory_bandwidth=1_008_096_000_000, clock_ghz=2.52, links=0, bf16_flops=165e12),
+    "rtx3090": Gpu("NVIDIA GeForce RTX 3090", (8, 6), cores=82, fpus_per_core=128, shared_per_core=102400,
+                   shared_per_block=101376, l2_bytes=6 << 20, memory_bytes=25_300_000_000,
+                   memory_bandwidth=936_096_000_000, clock_ghz=1.695, links=0, bf16_flops=71e12),
+    "l40s": Gpu("NVIDIA L40S", (8, 9), cores=142, fpus_per_core=128, shared_per_core=102400,
+                shared_per_block=101376, l2_bytes=96 << 20, memory_bytes=47_700_000_000,
+                memory_bandwidth=864_000_000_000, clock_ghz=2.52, links=0, bf16_flops=362e12),
 }
 
 

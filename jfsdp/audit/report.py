@@ -160,7 +160,8 @@ class Audited:
 def of_compiled(compiled: Any, mesh: Any, *, name: str, jax_version: str) -> Audited:
     """A step compiled for the devices that are here; their kind decides whether a second estimate can be made."""
     device = mesh.devices.flat[0]
-    kinds = {"H100": "h100", "H200": "h200", "B200": "b200", "A100": "a100", "4090": "rtx4090", "3090": "rtx3090"}
+    kinds = {"H100 PCIe": "h100-pcie", "H100": "h100", "H200": "h200", "B200": "b200", "A100": "a100", "L40S": "l40s"}
+    kinds |= {"4090": "rtx4090", "3090": "rtx3090"}
     words = getattr(device, "device_kind", "")
     platform = next((chip for word, chip in kinds.items() if word in words), device.platform)
     return Audited(

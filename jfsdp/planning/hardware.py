@@ -51,16 +51,16 @@ _PCIE4, _PCIE5 = 25e9, 55e9
 """What a copy from pinned memory reaches over 16 lanes, of 32 and 64 GB/s."""
 
 CHIPS: dict[str, Chip] = {
-    "a100-40": Chip("A100 40GB SXM", 42.4e9, 1.555e12, 312e12, 271e12, 300e9, _PCIE4, None),
+    "a100-40": Chip("A100 40GB SXM", 42.4e9, 1.555e12, 312e12, 271e12, 300e9, _PCIE4, "a100-40"),
     "a100": Chip("A100 80GB SXM", 85.1e9, 2.039e12, 312e12, 271e12, 300e9, _PCIE4, "a100"),
     "h100": Chip("H100 80GB SXM", 84.94e9, 3.352e12, 989e12, 794e12, 450e9, _PCIE5, "h100"),
     "h100-500w": Chip("H100 96GB, 500 W, HBM2e", 101.9e9, 2.4e12, 989e12, 0.8 * 794e12, 450e9, _PCIE5, None),
     "h100-pcie": Chip("H100 80GB PCIe", 84.9e9, 2.039e12, 756e12, 0.8 * 756e12, 55e9, _PCIE5, None, False),
     "h200": Chip("H200 141GB SXM", 151.4e9, 4.8e12, 989e12, 794e12, 450e9, _PCIE5, "h200"),
     "b200": Chip("B200 180GB SXM", 191.5e9, 7.672e12, 2250e12, 1745e12, 900e9, _PCIE5, "b200"),
-    "l40s": Chip("L40S 48GB", 47.7e9, 0.864e12, 362e12, 0.8 * 362e12, 28e9, _PCIE4, None, False),
+    "l40s": Chip("L40S 48GB", 47.7e9, 0.864e12, 362e12, 0.8 * 362e12, 28e9, _PCIE4, "l40s", False),
     "rtx4090": Chip("GeForce RTX 4090 24GB", 25.4e9, 1.008e12, 165e12, 0.8 * 165e12, 14e9, _PCIE4, "rtx4090", False),
-    "rtx3090": Chip("GeForce RTX 3090 24GB", 25.3e9, 0.936e12, 71e12, 0.8 * 71e12, 14e9, _PCIE4, None, False),
+    "rtx3090": Chip("GeForce RTX 3090 24GB", 25.3e9, 0.936e12, 71e12, 0.8 * 71e12, 14e9, _PCIE4, "rtx3090", False),
 }
 """GeForce boards have no peer-to-peer in the stock driver: a byte crosses PCIe twice, which halves 28 GB/s."""
 
