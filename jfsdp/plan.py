@@ -141,7 +141,6 @@ def memory(
     beside = sum(k.bytes for k in passing)
     if state.ema is not None:
         passing.append(Kept("average", device_bytes(state.ema), "of the weights, fp32, sharded as they are"))
-    logits = max((_logits(leaf, plan, tokens) for leaf in plan.leaves), default=0) if tokens else 0
     updated = sum(leaf.size * leaf.dtype.itemsize for leaf in trained if _is_gathered_after(leaf))
     summed = sum(_summed(leaf, plan) for leaf in trained)
     alone = max(updated, summed and summed + window.gradients + window.staged, _fetched(plan, state, trained))
@@ -150,13 +149,24 @@ def memory(
         Kept("gradients", finished + held, "finished shards, stored dtype" + (_HELD[no_sync] if held else "")),
         Kept("optimizer", device_bytes(state.opt_state), "its own state, sharded as the parameters"),
         *passing,
-        Kept(
-            "logits",
-            max(0.0, logits + saved - finished - beside),
-            f"{_mib(logits)} with their gradient, before gradients and window are there: less these",
-        ),
+        _at_the_head(plan, tokens or 0, window, finished + beside - saved, beside),
         Kept("optimizer step", max(0.0, alone - beside), "what the update takes beyond the room that these leave"),
     ]
+
+
+def _at_the_head(plan: Plan, tokens: int, window: _Window, before: float, after: float) -> Kept:
+    """Logits, or the gradient of a table that is used whole, where one is more than what else is there.
+
+    before, after: what is counted besides that is not there yet when logits are, or no more when layers are done.
+    """
+    leaves = plan.leaves if tokens else ()
+    logits = max((_logits(leaf, plan, tokens) for leaf in leaves), default=0)
+    words = f"{_mib(logits)} with their gradient, before gradients and window are there: less these"
+    if not (table := max((_whole_gradient(leaf, plan, tokens) for leaf in leaves), default=0)):
+        return Kept("logits", max(0.0, logits - before), words)
+    layer = unit_bytes(plan) + window.staged  # whose gradient waits meanwhile
+    words += f"; or {_mib(table)} of a whole table's gradient, beside one layer of the window"
+    return Kept("logits", max(0.0, logits - before, table + layer - after), words)
 
 
 def host_memory(plan: Plan, state) -> list[Kept]:
@@ -217,6 +227,16 @@ def _logits(leaf: ParamLayout, plan: Plan, tokens: int) -> int:
     rows = leaf.shape[0]
     rows = min(rows, SLICE_ROWS) if tokens * rows * 4 > STREAM_ABOVE else rows
     return tokens * rows * (4 + leaf.param_dtype.itemsize)
+
+
+def _whole_gradient(leaf: ParamLayout, plan: Plan, tokens: int) -> int:
+    """The gradient of a vocabulary's table that a step gathers whole, and its cast for the wire; 0 of another one."""
+    uses, rows = _uses(leaf, plan), leaf.shape[0]
+    is_whole = "head" in uses and tokens * rows * 4 <= STREAM_ABOVE or "embed" in uses and tokens >= rows
+    if not is_whole or not leaf.trainable or leaf.dim is None or leaf.placement.shards == 1:
+        return 0
+    wire = leaf.reduce_dtype.itemsize if leaf.reduce_dtype != leaf.param_dtype else 0
+    return leaf.size * (leaf.param_dtype.itemsize + wire)
 
 
 def _fetched(plan: Plan, state, trained: list[ParamLayout]) -> float:
