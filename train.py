@@ -39,7 +39,7 @@ from jfsdp.wrap import plan_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and give 0, or what a signal made of it: 130 for Ctrl-C, 143 for SIGTERM.
+    """Run a command line and give 0, or what a signal made of it: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
 
     Exits with 2 for usage and 1 for a failed run.
     """

@@ -345,7 +345,7 @@ def _fail(code: int, message: str) -> NoReturn:
 
 
 class Stop:
-    """Whether a run was asked to end, by Ctrl-C or SIGTERM."""
+    """Whether a run was asked to end, by Ctrl-C, SIGTERM, or the end of its terminal."""
 
     def __init__(self):
         self.signal: int | None = None
@@ -363,14 +363,23 @@ class Stop:
 
 @contextmanager
 def stops_between_steps() -> Iterator[Stop]:
-    """Ctrl-C and SIGTERM are noted, to be looked at between steps; a second one stops at once.
+    """Ctrl-C, SIGTERM and SIGHUP are noted, to be looked at between steps; a second one stops at once.
 
     Python runs our handler when the main thread is back from a compilation, which may take longer than a scheduler
     waits. So a thread listens, too, and ends the process where nothing would be lost by it, or when asked twice.
+
+    SIGHUP is the end of the terminal: what would be printed there goes nowhere from then on. nohup ignores it, and so
+    does the run.
     """
-    stop, numbers, is_over = Stop(), (signal.SIGINT, signal.SIGTERM), threading.Event()
+    stop, numbers, is_over = Stop(), [signal.SIGINT, signal.SIGTERM], threading.Event()
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def ask(number, _):
+        if number == signal.SIGHUP:
+            for fd in terminals:
+                os.dup2(nowhere, fd)
         if stop.is_set():
             raise KeyboardInterrupt
         stop.signal = number
@@ -392,6 +401,7 @@ def stops_between_steps() -> Iterator[Stop]:
             print(f"train.py: {label()}error: {signal.Signals(heard[0]).name} {words}.", file=sys.stderr)
             leave(128 + heard[0])
 
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
     before = {number: signal.signal(number, ask) for number in numbers}
@@ -405,3 +415,4 @@ def stops_between_steps() -> Iterator[Stop]:
         mouth.close()
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(nowhere)

@@ -190,7 +190,7 @@ class CheckpointConfig:
     checkpoint_dir: Annotated[DisallowNone[Path | None], arg(aliases=["--checkpoint"]), _or_else("FOLDER", "none")] = (
         None
     )
-    """Save here while training goes on, at the end, and when stopped by SIGTERM or Ctrl-C."""
+    """Save here while training goes on, at the end, and when stopped by SIGTERM, Ctrl-C or the end of the terminal."""
     save_every: Annotated[DisallowNone[int | None], _or_else("N", "by time alone")] = None
     """Steps from one checkpoint to the next."""
     save_minutes: Annotated[float | None, arg(metavar="MINUTES")] = 15.0

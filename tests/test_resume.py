@@ -192,7 +192,7 @@ def test_short_run_saves_its_end_once(here, setting, monkeypatch):
 @pytest.mark.parametrize("setting", settings(2))
 def test_four_steps_and_six_are_ten(setting, whole, monkeypatch, capsys):
     """C-53: same steps, batches, losses, parameters. C-54: same learning rates. C-45: saved, exit code 143 or 130."""
-    number = {"FULL_SHARD-fp32": signal.SIGTERM, "HYBRID_SHARD-fp32": signal.SIGTERM}.get(str(setting), signal.SIGINT)
+    number = {"FULL_SHARD-fp32": signal.SIGTERM, "HYBRID_SHARD-fp32": signal.SIGHUP}.get(str(setting), signal.SIGINT)
     name = f"stopped-{setting}"
     options = [*whole.options, "--checkpoint", name, "--metrics", f"{name}.jsonl"]
     with monkeypatch.context() as patch, batches_noted() as first:
