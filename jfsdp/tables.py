@@ -190,7 +190,7 @@ def summary(job: Job, losses: Sequence[float], last: Record, throughput: Through
     programs = f"{throughput.compilations} program{'s' * (throughput.compilations != 1)}"
     lines["compile"] = f"{throughput.compile_s:.1f} s, the first step included; {programs}"
     if last["step"] < c.training.steps:
-        lines["stopped"] = "by a signal, between two steps"
+        lines["stopped"] = "by Ctrl-C, SIGTERM or SIGHUP, between two steps"
     if (folder := c.checkpoints.checkpoint_dir) is None:
         lines["go on"] = "--steps 1000 trains longer, --data FOLDER reads your text, --help tells of all"
     elif last["step"] < c.training.steps:
