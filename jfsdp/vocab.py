@@ -274,7 +274,8 @@ def _absorb_slice(state, weights: Array, h: Array, targets: Array, first):
 def _slice_gradient(weights: Array, h: Array, targets: Array, lse: Array, grad: Array, first) -> tuple[Array, Array]:
     """Gradients of one slice: with respect to h `[N, D]` and to the slice's rows `[rows, D]`, in the compute dtype."""
     z = _logits(weights, h)
-    to_z = ((jnp.exp(z - lse[:, None]) - _is_target(z, targets, first)) * grad[:, None]).astype(h.dtype)
+    one_hot = _is_target(z, targets, first).astype(z.dtype)
+    to_z = ((jnp.exp(z - lse[:, None]) - one_hot) * grad[:, None]).astype(h.dtype)
     return jnp.einsum("nv,vd->nd", to_z, weights), jnp.einsum("nv,nd->vd", to_z, h)
 
 

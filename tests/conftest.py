@@ -9,7 +9,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 import pytest
 
-jax.config.update("jax_numpy_dtype_promotion", "standard")
+jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax needs it; strict: test_precision.py
 # LLVM makes loops fast that run for microseconds here, and takes a third of each compilation. The HLO programs, which
 # the audits read, are the same without. Commands in processes of their own, but for those of test_processes.py,
 # compile as users' do.

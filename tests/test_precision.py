@@ -7,6 +7,8 @@ import optax
 import pytest
 from flax import nnx
 
+import train
+from jfsdp.families import find_model
 from jfsdp.layout import UnitOptions, make_plan
 from jfsdp.precision import MixedPrecision, parse_dtype
 from jfsdp.stack import run_stack
@@ -14,7 +16,7 @@ from jfsdp.state import TrainState
 from jfsdp.step import train_step
 from jfsdp.unit import call, unshard
 from jfsdp.vocab import cross_entropy, embed
-from jfsdp.wrap import fully_shard
+from jfsdp.wrap import fully_shard, plan_module
 from tests.support import compile_step, shape, submesh
 
 
@@ -296,3 +298,19 @@ class TestModules:
     def test_calls_of_the_root_and_of_a_unit_cast_as_each_was_told(self, root, unit, wanted):
         """C-25 too: a statistic seen in bf16 and not changed stays bitwise as it was."""
         assert self.seen(root, unit) == {**wanted, "ids": "int32", "scale": float}
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "moe-tiny", "qwen3-0.6b"])
+def test_nothing_is_promoted_without_a_word(name):
+    """A step converts dtypes and adds dims itself; qwen3's head is streamed. Adam of optax does not, sgd has no count."""
+    model = find_model(name)
+    policy = MixedPrecision(param_dtype="bf16")
+    plan = plan_module(
+        lambda: model.family.build(model.config, rngs=nnx.Rngs(0), remat="full"), mesh=submesh("2x4"), mp_policy=policy
+    )
+    tx, tokens = optax.sgd(0.1), jax.ShapeDtypeStruct((16, 256), jnp.int32, sharding=plan.batch_sharding)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
+    batch["weights"] = tokens.update(dtype=jnp.float32)
+    step = train_step(train.loss, tx, plan, clip_norm=1.0, accumulate=2)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        step.lower(TrainState.abstract(tx, plan), batch)
