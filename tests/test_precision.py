@@ -302,7 +302,7 @@ class TestModules:
 
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "moe-tiny", "qwen3-0.6b"])
 def test_nothing_is_promoted_without_a_word(name):
-    """A step converts dtypes and adds dims itself; qwen3's head is streamed. Adam of optax does not, sgd has no count."""
+    """A step converts dtypes and adds dims itself; qwen3's head is streamed. Optax's Adam promotes a count."""
     model = find_model(name)
     policy = MixedPrecision(param_dtype="bf16")
     plan = plan_module(
