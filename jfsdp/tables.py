@@ -52,7 +52,8 @@ def heading(job: Job) -> Table:
         "batch": f"{job.batch_size} sequences of {c.data.seq_len} tokens = {parts}",
     }
     if job.group.count > 1:
-        lines["processes"] = f"{job.group}, {jax.local_device_count()} devices each"
+        own = jax.local_device_count()
+        lines["processes"] = f"{job.group}, {own} device{'s' * (own > 1)} each"
     elif c.output.dry_run:
         lines["processes"] = str(job.group)
     table = Table.grid(padding=(0, 2))

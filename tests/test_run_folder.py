@@ -10,7 +10,6 @@ import threading
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,21 +17,19 @@ import pytest
 from jfsdp import store
 from jfsdp.checkpoint import restore
 from jfsdp.layout import make_plan
+from jfsdp.precision import parse_dtype
 from jfsdp.run_folder import Checkpoints, SaveError
 from jfsdp.state import TrainState
 
-from .support import submesh
+from .support import settings, submesh
 
 
-@pytest.fixture(
-    params=[("1x8", "float32"), pytest.param(("2x4", "bfloat16"), marks=pytest.mark.slow)],
-    ids=["FULL_SHARD-fp32", "HYBRID_SHARD-bf16"],
-)
+@pytest.fixture(params=settings())
 def small(request):
     """A state without a model's weight, to save at any step."""
-    mesh, dtype = request.param
-    params, tx = {"w": np.ones((8, 2), jnp.dtype(dtype))}, optax.sgd(0.1)
-    plan = make_plan(params, submesh(mesh))
+    setting, tx = request.param, optax.sgd(0.1)
+    params = {"w": np.ones((8, 2), parse_dtype(setting.precision))}
+    plan = make_plan(params, submesh(setting.mesh), precision=setting.policy)
     state = TrainState.create(plan.place(params), tx, plan)
     at = lambda step: replace(state, step=jax.device_put(np.int32(step), state.step.sharding))  # noqa: E731
     return at, TrainState.abstract(tx, plan)
