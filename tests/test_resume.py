@@ -163,7 +163,7 @@ def whole(here, setting):
 # Without a stop
 
 
-@pytest.mark.parametrize("setting", settings(2))
+@pytest.mark.parametrize("setting", settings())
 def test_last_step_is_saved(setting, whole):
     """C-51, the long run; C-22: counters and data position; C-65: the strategy."""
     assert steps_in(whole.folder) == [4, 8, 10]
@@ -189,7 +189,7 @@ def test_short_run_saves_its_end_once(here, setting, monkeypatch):
 # Stop and go on
 
 
-@pytest.mark.parametrize("setting", settings(2))
+@pytest.mark.parametrize("setting", settings())
 def test_four_steps_and_six_are_ten(setting, whole, monkeypatch, capsys):
     """C-53: same steps, batches, losses, parameters. C-54: same learning rates. C-45: saved, exit code 143 or 130."""
     number = {"FULL_SHARD-fp32": signal.SIGTERM, "HYBRID_SHARD-fp32": signal.SIGHUP}.get(str(setting), signal.SIGINT)
