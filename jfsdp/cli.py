@@ -144,6 +144,7 @@ def prepare(config: TrainConfig) -> Job:
         batches = Batches(
             rows, global_batch=batch_size, seed=config.training.seed, workers=text.workers, **process_share(mesh)
         )
+        # Here also for a process alone, so that no step waits for the digest at the first save.
         check_same({f"{name} of the data": str(value) for name, value in batches.state().items() if name != "source"})
         if saved is not None and saved.data is not None:
             batches.restore(saved.data)

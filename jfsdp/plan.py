@@ -172,7 +172,7 @@ def _at_the_head(plan: Plan, tokens: int, window: _Window, before: float, after:
 def host_memory(plan: Plan, state) -> list[Kept]:
     """What one device keeps in the memory of its host, by category; nothing where nothing is offloaded.
 
-    What the host updates is there twice until the step is over: see `_HostUpdated` in `step.py`.
+    What the host updates is there twice until the step is over: see `HostUpdated` in `offload.py`.
     """
     updates, words = (2, ", old and updated") if plan.offload.step_on == "host" else (1, "")
     trained = [leaf for leaf in plan.leaves if leaf.trainable]

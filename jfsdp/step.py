@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,34 +41,6 @@ from jfsdp.mesh import REPLICA, SHARD
 from jfsdp.optim import Optimizer, global_norm, gradient_sums
 from jfsdp.state import TrainState, check_separate_buffers
 from jfsdp.unit import Regime, empty_slot
-
-
-class _HostUpdated:
-    """A jitted step of `(state, batch)` that donates the state without what the host updates.
-
-    The host would have to copy its results into the memory of their arguments, and XLA for GPUs compiles no copy within
-    the host's memory (JAX 0.10.2 and 0.12.0.1). So the old arrays are there until the step is over.
-    """
-
-    def __init__(self, step: Callable, batch_sharding: Any, how: dict[str, Any]):
-        def _step(state, on_host, batch):  # by this name compilations are counted
-            return step(replace(state, **on_host), batch)
-
-        self._jitted = jax.jit(_step, in_shardings=(None, None, batch_sharding), **how)
-
-    def __call__(self, state: TrainState, batch):
-        return self._jitted(*self._parts(state), batch)
-
-    def lower(self, state: TrainState, batch):
-        return self._jitted.lower(*self._parts(state), batch)
-
-    def trace(self, state: TrainState, batch):
-        return self._jitted.trace(*self._parts(state), batch)
-
-    @staticmethod
-    def _parts(state: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        on_host = {"params": state.params, "opt_state": state.opt_state}
-        return replace(state, **dict.fromkeys(on_host)), on_host
 
 
 class TrainStep:
@@ -134,7 +105,7 @@ class TrainStep:
         how = dict(out_shardings=(self._state_shardings(), None), compiler_options=self.options or None)
         how |= dict(donate_argnums=(0,) if self._donate else ())
         if self.plan.offload.step_on == "host":
-            return _HostUpdated(self._step, self.plan.batch_sharding, how)
+            return offload.HostUpdated(self._step, self.plan.batch_sharding, how)
         return jax.jit(self._step, in_shardings=(None, self.plan.batch_sharding), **how)
 
     def gradients(self, state: TrainState, batch):
